@@ -38,6 +38,7 @@ from preamp.torch.autocasting import modes, operators
 from preamp.torch.autocasting.modes import TorchAutocast
 from preamp.torch.blaming import calls
 from preamp.torch.blaming.calls import LOW, is_tracked
+from preamp.torch.blaming.saved import Kept, Packed, Saved, difference_of, packed, unpacked
 from preamp.torch.blaming.tallies import Errors, Place, Tally, sum_of
 from preamp.torch.running_modules import RunningModules
 
@@ -101,6 +102,7 @@ class World:
     Attributes:
         leaves: the copies of tensors that the program did not compute and that require gradients, each with
             the program's.
+        addresses: of the memory of the leaves.
         written: the weights that the program wrote into before it used them. They get their values back
             before the backward pass, so their copies have values of their own.
     """
@@ -111,6 +113,7 @@ class World:
         self._copies: Any = WeakTensorKeyDictionary()
         self.written: Any = WeakTensorKeyDictionary()
         self.leaves: list[tuple[Tensor, Tensor]] = []
+        self.addresses: set[int] = set()
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the copy of a tensor."""
@@ -136,6 +139,7 @@ class World:
         if self._gradients:
             copy = copy.detach().requires_grad_()
             self.leaves.append((tensor, copy))
+            self.addresses.add(copy.untyped_storage().data_ptr())
         return copy
 
 
@@ -195,12 +199,11 @@ class Call:
         self._inputs, self._dtypes = inputs, [leaves[at].dtype for at in inputs]
         self._leaves = [None if at in inputs else leaf for at, leaf in enumerate(leaves)]
         self._state = State.now(recorder.device_type)
-        self.deltas: list[Tensor | None] = []
+        self.deltas: list[Tensor | Packed | None] = []
         self.flops = 0
         self.forward: Callable[[], Tally]
         self.backward: Callable[[], Tally]
-        self._here: list[Tensor] = []
-        self._there: list[Tensor] = []
+        self._inputs_kept: dict[int, tuple[Tensor, Kept]] = {}  # here and there
         self._wanted: list[tuple[int, int]] = []  # the place of an input, and the version of its copy
         self._gradients: dict[str, Sequence[Tensor | None]] = {}
         self._low: dict[int, Tensor] = {}
@@ -223,8 +226,9 @@ class Call:
 
     def keep_inputs(self, here: Sequence[Tensor], there: Sequence[Tensor]) -> None:
         """Keep the copies of its inputs, here and aside, to compare their gradients."""
-        self._here = [copy.detach() for copy in here]
-        self._there = [copy.detach() for copy in there]
+        for place, (copy, moved) in enumerate(zip(here, there, strict=True)):
+            base = copy.detach()
+            self._inputs_kept[place] = base, self._recorder.saved.kept(moved.detach(), base)
 
     def keep_results(self, world: str, results: Sequence[Tensor]) -> None:
         """Look at the gradients of its results in a world."""
@@ -252,25 +256,25 @@ class Call:
             pairs = zip(self.deltas, self._gradients["here"], self._gradients["there"], strict=True)
             for delta, here, there in pairs:
                 if delta is not None and here is not None and there is not None:
-                    self.forward().add_effect((there - here) * delta.to(here) / STEP)
+                    self.forward().add_effect(there - here, unpacked(delta, here), scale=1 / STEP)
             self._gradients.clear()
+            self.deltas = []
 
     def _add_to_loss(self, gradients: Sequence[Tensor | None]) -> None:
         for delta, gradient in zip(self.deltas, gradients, strict=False):  # there may be none
             if delta is not None and gradient is not None:
-                self.forward().loss_change += sum_of(gradient.conj() * delta.to(gradient))
+                self.forward().loss_change += sum_of(gradient.conj() * unpacked(delta, gradient))
 
     def _run_backward(self, gradients: Sequence[Tensor | None]) -> None:
         """Compute the gradients of its inputs in low precision."""
-        wanted = [
-            place for place, version in self._wanted if self._here and self._here[place]._version == version
-        ]
+        kept, self._inputs_kept = self._inputs_kept, {}
+        wanted = [place for place, version in self._wanted if kept and kept[place][0]._version == version]
         if not wanted:
             return
         leaves = list(self._leaves)
         inputs: dict[int, Tensor] = {}
         for place, at in enumerate(self._inputs):
-            low = leaves[at] = self._here[place].to(self._dtypes[place], copy=place == self._written).detach()
+            low = leaves[at] = kept[place][0].to(self._dtypes[place], copy=place == self._written).detach()
             if place in wanted:
                 inputs[place] = low.requires_grad_()
         args, kwargs = compat.tree_unflatten(leaves, self._spec)
@@ -292,9 +296,10 @@ class Call:
         except REFUSALS as error:
             self._recorder.note_failure(self._func, "backward", error)
             return
-        self._low = {
-            place: gradient for place, gradient in zip(inputs, found, strict=True) if gradient is not None
-        }
+        for place, gradient in zip(inputs, found, strict=True):
+            if gradient is not None:
+                self._low[place] = gradient
+                self._inputs_kept[place] = kept[place]
 
     def _rounded(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a scaled gradient in the dtype of its result.
@@ -313,10 +318,11 @@ class Call:
 
     def _at_input(self, place: int, replace: bool, gradient: Tensor | None) -> Tensor | None:
         low = self._low.pop(place, None)
-        if low is None or gradient is None:
+        base, there = self._inputs_kept.pop(place, (None, None))
+        if low is None or gradient is None or base is None or there is None:
             return None
         gradient, scale = gradient.detach(), self._recorder.loss_scale
-        errors = Errors.between(low.to(gradient) / scale, gradient, self.limit / scale)
+        errors = Errors.between(low.to(gradient, copy=True).div_(scale), gradient, self.limit / scale)
         if errors.delta is None:
             return None
         if replace:
@@ -331,8 +337,8 @@ class Call:
             tally.flops += 2 * self.flops
         self._counted = True
         tally.add(errors, own=own, inherited=self._gone, scale=scale)
-        moved = (self._there[place] - self._here[place]).to(gradient)
-        tally.add_effect(moved * errors.delta * own / STEP)
+        moved = difference_of(there, base).to(gradient)
+        tally.add_effect(moved, errors.delta, scale=own / STEP)
         return None
 
 
@@ -381,6 +387,7 @@ class Recorder(TorchFunctionMode):
         noise = torch.Generator().manual_seed(seed) if alone is None else None
         self.here, self.there, self.exact = World(), World(noise), World(gradients=False)
         self.worlds = {"here": self.here, "there": self.there, "exact": self.exact}
+        self.saved = Saved(self.there.addresses)
         self._checked = operators.checked_functions()
         self.gate = Gate()
         self.counts_forward = self.counts_backward = True
@@ -598,8 +605,10 @@ class Recorder(TorchFunctionMode):
                 return _Made(copies, [given.to(result.device, _raised_dtype(result.dtype), copy=True)])
             filled = _filled(leaves, inputs, copies)
             filled = [torch.float32 if _is_low(leaf) else leaf for leaf in filled]
+            saved = {self.here: self.saved.here, self.there: self.saved.there}.get(world, nullcontext)
             try:
-                value = _called(func, filled, spec)
+                with saved():
+                    value = _called(func, filled, spec)
             except REFUSALS as error:  # a kernel for low precision alone
                 self.note_failure(func, "forward", error)
                 dtypes = [leaves[at].dtype for at in inputs]
@@ -661,7 +670,7 @@ class Recorder(TorchFunctionMode):
             call.forward().flops += flops
             for errors in found:
                 call.forward().add(errors)
-            call.deltas = [None if one.delta is None else _packed(one.delta) for one in found]
+            call.deltas = [None if one.delta is None else packed(one.delta) for one in found]
         storages = {low.untyped_storage().data_ptr() for low in lows}
         is_view = written is None and all(
             result.untyped_storage().data_ptr() in storages for result in results
@@ -768,10 +777,6 @@ def _raised_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _is_low(value: object) -> bool:
     return isinstance(value, torch.dtype) and value in LOW
-
-
-def _packed(delta: Tensor) -> Tensor:
-    return delta.to(torch.bfloat16) if delta.dtype is torch.float32 else delta
 
 
 def _dtype_name(tensor: Tensor) -> str:

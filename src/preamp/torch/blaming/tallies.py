@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ from preamp.autocasting.blame import BlameRow, Direction
 from preamp.torch.blaming.calls import part_of
 
 TINY = 1e-38
+PART = 2**18  # values that are computed with in float64 at a time
 SUMS = ("squares", "total", "loss_change")  # of a tally, from which its row has effects
 
 
@@ -68,10 +71,17 @@ class Tally:
         self.overflowed += errors.overflowed
         self.peak = max(self.peak, errors.peak * scale)
 
-    def add_effect(self, changes: Tensor) -> None:
-        """Add what each value of a tensor changes the gradients by, in the direction of the noise."""
-        self.squares += norm_of(changes) ** 2
-        self.total += sum_of(changes)
+    def add_effect(self, *factors: Tensor, scale: float = 1.0) -> None:
+        """Add what each value of a tensor changes the gradients by, in the direction of the noise.
+
+        Args:
+            factors: of one shape; their product, times `scale`, is the change.
+            scale: a number.
+        """
+        for parts in _parts(*factors):
+            changes = functools.reduce(torch.mul, parts) * scale
+            self.squares += norm_of(changes) ** 2
+            self.total += sum_of(changes)
 
     def effect(self) -> float:
         """Return what the gradients change by, as a norm.
@@ -133,7 +143,7 @@ class Errors:
             exact: the tensor in the step in float32, where it is known. Where it is finite, low should be,
                 too: a logarithm of what was lost to zero is not finite in float32 either.
         """
-        peak, highest = (x.abs().max().item() if x.numel() else 0.0 for x in (reference, low))
+        peak, highest = peak_of(reference), peak_of(low)
         bad, repaired, known, delta = None, low, reference, low - reference
         if not math.isfinite(peak) or not math.isfinite(highest):
             finite = reference.isfinite()
@@ -147,7 +157,7 @@ class Errors:
             repaired = torch.where(wrong, instead, low)
             known = torch.where(finite, reference, 0.0)
             delta = torch.where(finite & repaired.isfinite(), repaired - reference, 0.0)
-            peak = known.abs().max().item()
+            peak = peak_of(known)
         error, norm, lost, gone = norm_of(delta), norm_of(known), 0, 0.0
         if low.count_nonzero() < low.numel():
             is_lost = (low == 0) & (known != 0)
@@ -166,17 +176,31 @@ class Errors:
         )
 
 
+def peak_of(x: Tensor) -> float:
+    """Return the largest magnitude, NaN where there is one; 0 of no values."""
+    if not x.numel():
+        return 0.0
+    if x.is_complex():
+        return x.abs().max().item()
+    return max(abs(end.item()) for end in torch.aminmax(x))
+
+
 def norm_of(x: Tensor) -> float:
     """Return the 2-norm of what is finite, computed in float64."""
-    dtype = torch.complex128 if x.is_complex() else torch.float64
-    norm = float(torch.linalg.vector_norm(x, dtype=dtype))
-    if math.isfinite(norm):
-        return norm
-    return float(torch.linalg.vector_norm(torch.where(x.isfinite(), x, 0.0), dtype=dtype))
+    return math.hypot(*(_finite(part, torch.linalg.vector_norm) for (part,) in _parts(x)))
 
 
 def sum_of(x: Tensor) -> float:
     """Return the sum of what is finite, of its real part, computed in float64."""
-    dtype = torch.complex128 if x.is_complex() else torch.float64
-    total = float(x.sum(dtype=dtype).real)
-    return total if math.isfinite(total) else float(torch.where(x.isfinite(), x, 0.0).sum(dtype=dtype).real)
+    return math.fsum(_finite(part, torch.sum) for (part,) in _parts(x))
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut tensors of one shape into parts, in float64, which would be too large for the whole."""
+    for parts in zip(*(torch.split(tensor.reshape(-1), PART) for tensor in tensors), strict=True):
+        yield tuple(part.to(torch.complex128 if part.is_complex() else torch.float64) for part in parts)
+
+
+def _finite(x: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
+    value = float(reduce(x).real)
+    return value if math.isfinite(value) else float(reduce(torch.where(x.isfinite(), x, 0.0)).real)

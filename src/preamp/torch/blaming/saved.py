@@ -1,0 +1,190 @@
+"""What is kept for the backward passes of two runs that differ little: one of them, and the differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+BLOCK = 128  # values that share a scale
+PART = 2**11 * BLOCK  # values that are packed at a time
+CODES = torch.float8_e4m3fn
+LARGEST = torch.finfo(CODES).max
+WITHOUT_FLOAT8 = ("mps",)  # devices
+
+
+class Packed:
+    """Finite float32 values in a quarter of their memory.
+
+    Each block of values has a scale with which the largest becomes the largest float8, so values that are
+    equal stay as they are. Others change by at most 2**-4 of their magnitude, in either direction, unless
+    they are 2**-15 of the largest or less.
+    """
+
+    def __init__(self, count: int, part: Callable[[int, int], Tensor], device: torch.device) -> None:
+        """Pack values.
+
+        Args:
+            count: how many.
+            part: returns those of a range.
+            device: where they are.
+        """
+        blocks = -(-count // BLOCK)
+        codes = torch.bfloat16 if device.type in WITHOUT_FLOAT8 else CODES
+        self._codes = torch.empty(blocks, BLOCK, dtype=codes, device=device)
+        self._scales = torch.empty(blocks, 1, device=device)
+        self.is_finite, self.is_zero = True, True
+        for start in range(0, count, PART):
+            values = part(start, min(count, start + PART))
+            rows = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+            largest = rows.abs().amax(1, keepdim=True)
+            highest = largest.max().item()
+            self.is_finite &= highest < float("inf")
+            self.is_zero &= highest == 0
+            scales = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+            self._scales[start // BLOCK :][: len(rows)] = scales
+            self._codes[start // BLOCK :][: len(rows)] = (rows / scales).to(codes)
+
+    def values(self, start: int, end: int) -> Tensor:
+        """Return those of a range, as one dimension."""
+        first, last = start // BLOCK, -(-end // BLOCK)
+        values = self._codes[first:last].float() * self._scales[first:last]
+        return values.view(-1)[start - first * BLOCK : end - first * BLOCK]
+
+
+class Difference(NamedTuple):
+    """A tensor, kept as another one and its difference from that.
+
+    Attributes:
+        base: the other, of the same shape and strides.
+        packed: what the whole memory of the two differs in, of which both may be views.
+    """
+
+    base: Tensor
+    packed: Packed
+
+    def values(self) -> Tensor:
+        """Return the tensor minus the other."""
+        base = self.base
+        start = int(base.storage_offset())
+        span = sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True)) + 1
+        return self.packed.values(start, start + span).as_strided(base.shape, base.stride())
+
+
+Kept: TypeAlias = Tensor | Difference
+
+
+class Saved:
+    """Keeps what autograd saves in the runs `here` and `there`: `there` takes a quarter of the memory.
+
+    Both make the same calls on tensors of the same shapes, so autograd saves the same tensors in the same
+    order. Those of `there` are kept as what they differ in from those of `here`.
+    """
+
+    def __init__(self, leaves: Collection[int]) -> None:
+        """Make a store.
+
+        Args:
+            leaves: the addresses of the leaves of `there`, which are alive until the end anyway.
+        """
+        self._leaves = leaves
+        self._bases: list[Tensor] = []
+        self._known: WeakValueDictionary[tuple[int, ...], Packed] = WeakValueDictionary()
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Make a call `here`."""
+        self._bases = []
+
+        def keep(x: Tensor) -> tuple[Tensor, int]:
+            base = x.detach()
+            self._bases.append(base)
+            return base, base._version
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, _unchanged):
+            yield
+
+    @contextmanager
+    def there(self) -> Iterator[None]:
+        """Make the same call `there`, right after `here`."""
+        bases = iter(self._bases)
+
+        def keep(x: Tensor) -> Kept:
+            return self.kept(x.detach(), next(bases))
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, value_of):
+            yield
+        self._bases = []
+
+    def kept(self, x: Tensor, base: Tensor) -> Kept:
+        """Return what to keep of a tensor `there`, of which `base` is the one `here`."""
+        if x.untyped_storage().data_ptr() in self._leaves:
+            return x
+        if x.dtype is not torch.float32 or not x.numel() or not _have_one_layout(x, base):
+            return base if torch.equal(x, base) else x
+        # While an entry is there, nothing else gets the address of the base: `Difference` keeps it.
+        key = (x.untyped_storage().data_ptr(), x._version, base.untyped_storage().data_ptr(), base._version)
+        packed = self._known.get(key)
+        if packed is None:
+            memory, other = _memory_of(x), _memory_of(base)
+            packed = Packed(len(other), lambda start, end: memory[start:end] - other[start:end], x.device)
+            if packed.is_zero:
+                return base
+            if not packed.is_finite:
+                return x
+            self._known[key] = packed
+        return Difference(base, packed)
+
+
+def packed(x: Tensor) -> Tensor | Packed:
+    """Return what to keep of finite values."""
+    if x.dtype is not torch.float32:
+        return x
+    flat = x.reshape(-1)
+    return Packed(len(flat), lambda start, end: flat[start:end], x.device)
+
+
+def unpacked(kept: Tensor | Packed, like: Tensor) -> Tensor:
+    """Return values that were kept, in the shape of a tensor."""
+    return kept.values(0, like.numel()).view(like.shape) if isinstance(kept, Packed) else kept
+
+
+def value_of(kept: Kept) -> Tensor:
+    """Return a tensor that was kept."""
+    return kept.base + kept.values() if isinstance(kept, Difference) else kept
+
+
+def difference_of(kept: Kept, base: Tensor) -> Tensor:
+    """Return the difference between a tensor that was kept and the one `here`."""
+    return kept.values() if isinstance(kept, Difference) else kept - base
+
+
+def _unchanged(kept: tuple[Tensor, int]) -> Tensor:
+    """Return what was saved. With hooks, PyTorch does not check this itself."""
+    x, version = kept
+    if x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {tuple(x.shape)} is at version {x._version}; expected version {version} "
+            "instead."
+        )
+    return x
+
+
+def _have_one_layout(x: Tensor, other: Tensor) -> bool:
+    return (
+        x.dtype is other.dtype
+        and x.shape == other.shape
+        and x.stride() == other.stride()
+        and x.storage_offset() == other.storage_offset()
+        and x.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+    )
+
+
+def _memory_of(x: Tensor) -> Tensor:
+    """Return all values of a tensor's memory, of which a view may have some."""
+    return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
