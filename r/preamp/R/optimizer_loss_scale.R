@@ -1,6 +1,6 @@
-# The one function of this package. It decides which arguments reach Python and under which name. What a value
-# may be is decided in values.R, what is said when Python lacks something in python.R; what a loss scale does
-# is decided in Python alone.
+# The one function of this package. It decides which arguments reach Python, and under which names. values.R
+# decides which values are allowed, and python.R has the messages for a Python that lacks something. Everything
+# about loss scaling is decided in Python.
 
 optimizer_loss_scale <- function(inner_optimizer,
                                  initial_scale = 32768,
@@ -16,14 +16,14 @@ optimizer_loss_scale <- function(inner_optimizer,
                                  ema_overwrite_frequency = NULL,
                                  loss_scale_factor = NULL,
                                  gradient_accumulation_steps = NULL) {
-  # R has matched `dynamic = TRUE` to `dynamic_growth_steps` by now, so its own matching is not looked at.
+  # R has already matched `dynamic = TRUE` to `dynamic_growth_steps`, so its own matching is not used.
   arguments <- matched(as_written(sys.call(), parent.frame()))
   need_reticulate()
   arguments <- prepared(arguments)
   speaking_plainly(do.call(loss_scale_optimizer_class(), arguments))
 }
 
-# The arguments of a call under the names they were written with; one left empty is NULL.
+# The arguments of a call, under the names that were written; an empty one is NULL.
 as_written <- function(call, frame) {
   call[[1L]] <- list
   empty <- vapply(as.list(call), function(part) identical(part, quote(expr = )), NA)
@@ -31,7 +31,7 @@ as_written <- function(call, frame) {
   eval(call, frame)
 }
 
-# Whole names only; then the unnamed ones, in order, for the arguments before the dots.
+# Names have to be complete. Unnamed arguments are then assigned, in order, to those before the dots.
 matched <- function(arguments) {
   names(arguments) <- names(arguments) %||% character(length(arguments))
   refuse_unknown_names(setdiff(names(arguments), ""))
@@ -46,7 +46,7 @@ matched <- function(arguments) {
   arguments
 }
 
-# What goes through the dots to Python; it has no other argument.
+# The arguments that go through the dots to Python, which has no others.
 THROUGH_DOTS <- c("dynamic", "policy")
 
 refuse_unknown_names <- function(written) {
@@ -54,13 +54,13 @@ refuse_unknown_names <- function(written) {
   for (name in setdiff(written, c(formal, THROUGH_DOTS))) {
     meant <- formal[startsWith(formal, name)]
     if (length(meant)) {
-      stop("`", name, "` is not an argument of optimizer_loss_scale(), and names are not completed. Write ",
+      stop("`", name, "` is not an argument of optimizer_loss_scale(), and partial names are not matched. Write ",
            paste0(meant, " =", collapse = " or "), ".", call. = FALSE)
     }
     known <- c(formal, THROUGH_DOTS)
     nearest <- known[which.min(utils::adist(name, known, ignore.case = TRUE))]
-    stop("unused argument `", name, "`: optimizer_loss_scale() has none of this name. The nearest is `", nearest,
-         "`. Write ", nearest, " =, or leave it out.", call. = FALSE)
+    stop("unused argument `", name, "`: optimizer_loss_scale() has no argument of this name. The nearest is `",
+         nearest, "`. Write ", nearest, " =, or leave it out.", call. = FALSE)
   }
 }
 
@@ -69,7 +69,7 @@ before_dots <- function() {
   known[seq_len(match("...", known) - 1L)]
 }
 
-# What Python gets: checked values, nothing for what has Python's default.
+# The arguments for Python: checked values, without those that have Python's default.
 prepared <- function(arguments) {
   refuse_fixed_by_dynamic(arguments[["dynamic"]])
   check_inner_optimizer(arguments[["inner_optimizer"]])

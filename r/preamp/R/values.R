@@ -1,5 +1,5 @@
-# Which values can be sent to Python, and as what. Every refusal names the value, the reason and the line to
-# write instead. Ranges that depend on each other are decided in Python.
+# Which values can be sent to Python, and as which type. Every error names the value, the reason and what to
+# write instead. Python checks ranges that depend on each other.
 
 checked <- function(name, value) {
   if (is_python(value)) value else CHECKS[[name]](name, value)
@@ -70,7 +70,7 @@ refuse_fixed_by_dynamic <- function(dynamic) {
 
 is_python <- function(value) inherits(value, "python.builtin.object")
 
-# Dates, factors and 64-bit integers are numbers of another kind underneath.
+# Dates, factors and 64-bit integers are numeric underneath, but mean something else.
 is_one_number <- function(value) {
   is.numeric(value) && !is.object(value) && length(value) == 1L && is.finite(value)
 }
