@@ -265,7 +265,7 @@ def test_a_function_in_which_nothing_is_cast_is_told():
     runs = [run_of(name, [1.0, 0.5, 0.25]) for name in ("float32", "bfloat16", "float16")]
     assert sentences(runs, "a:b", "jax", machine()) == [
         "bfloat16 and float16: every loss is exactly that of float32, so probably nothing was cast. See what "
-        "is: preamp inspect a:b --framework jax"
+        "is cast: preamp inspect a:b --framework jax"
     ]
 
 
@@ -354,7 +354,7 @@ def test_a_function_that_jax_cannot_trace_is_refused_in_plain_words(name, tmp_pa
         compared.run_in_float32(f"train.py:{name}", "jax", 3)
     assert re.fullmatch(
         rf"train\.py:{name} fails in float32, without autocast: \w+Error\. A function of JAX is traced, so "
-        r"it may not read values, as float\(loss\) and if loss > 0 do, or write arrays to globals and "
+        r"it must not read values, as float\(loss\) and if loss > 0 do, or write arrays to globals and "
         r"objects\. Return the loss of a pure function\.",
         str(caught.value),
     )

@@ -533,7 +533,7 @@ def test_inspect_traces_a_function_of_jax(tmp_path):
     ("arguments", "problem"),
     [
         (["train.py:decide"], "train.py:decide cannot be traced: "),
-        (["train.py:step", "--device", "cuda"], "--device cuda changes nothing with --framework jax"),
+        (["train.py:step", "--device", "cuda"], "--device cuda has no effect with --framework jax"),
         (["train.py:step", "--dtype", "float8_e5m2"], "Write --emulate as well"),
         (["train.py:other"], "train.py has no function 'other'"),
     ],

@@ -245,14 +245,14 @@ def slow(*values: str) -> object:
             "keras",
             "jax",
             "jax",
-            "jax is missing. Keras is to run on it. Set KERAS_BACKEND=torch, which is installed, "
+            "jax is missing. Keras is set to run on it. Set KERAS_BACKEND=torch, which is installed, "
             "or run: pip install jax",
         ),
         slow(
             "keras",
             "",
             "tensorflow",
-            "tensorflow is missing. Keras is to run on it. Set KERAS_BACKEND=jax, which is installed, "
+            "tensorflow is missing. Keras is set to run on it. Set KERAS_BACKEND=jax, which is installed, "
             "or run: pip install tensorflow",
         ),
         slow(
@@ -283,7 +283,7 @@ def test_a_missing_package_is_one_line_with_the_remedy(tmp_path, framework, back
             "numpy",
             "Keras cannot train on numpy. Set KERAS_BACKEND to one of jax, torch, tensorflow.",
         ),
-        slow("tensorflow", "jax", "KERAS_BACKEND=jax, and the optimizers of tf.keras are Keras's."),
+        slow("tensorflow", "jax", "KERAS_BACKEND=jax, but the optimizers of tf.keras are Keras's."),
     ],
 )
 def test_a_backend_that_cannot_train_is_one_line(tmp_path, framework, backend, said):

@@ -14,10 +14,10 @@ Precision: TypeAlias = Literal["float32", "float16", "bfloat16"]
 Task: TypeAlias = Literal["autoencoder", "classify"]
 
 ADAM_EPSILON: Final = 1e-8
-"""PyTorch's. Keras's own is 1e-7, ten times what reaches the first layers."""
+"""PyTorch's default for Adam. Keras's is 1e-7, ten times the gradients that reach the first layers."""
 
 KERAS_BACKENDS: Final = ("jax", "torch", "tensorflow")
-"""What Keras can train on; the environment variable `KERAS_BACKEND` chooses."""
+"""The backends on which Keras can train; the environment variable `KERAS_BACKEND` chooses one."""
 
 SNAPSHOT_EVERY: Final = 200
 """Steps from one snapshot to the next."""

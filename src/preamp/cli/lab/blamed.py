@@ -1,4 +1,4 @@
-"""A user's training step, found by its name, and which of its operators loses accuracy."""
+"""Which operator of a user's training step loses accuracy. The step is found by its name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def blame_function(
         dtype: the name of the low precision, None for bfloat16.
         emulate: whether to round instead of casting.
         casting_file: the edits of the framework's table; None for none.
-        loss_scale: what the loss is multiplied by; None for what dynamic loss scaling would come to.
+        loss_scale: what the loss is multiplied by; None for the scale that dynamic loss scaling would reach.
 
     Raises:
         PreampError: for a target that does not exist or cannot be compared, and for a file without a table.

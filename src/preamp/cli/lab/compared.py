@@ -1,8 +1,8 @@
 """Run a user's function in each precision and compare the losses: `preamp check --model MODULE:FUNCTION`.
 
-Each precision runs in a new process that imports the module with the same seed. So what the function
-changes, such as weights, the state of an optimizer and random numbers, does not reach the next precision.
-A function of JAX is traced once and compiled in each, float32 too, so that times can be compared.
+Each precision runs in a new process that imports the module with the same seed, so that changes to weights,
+optimizer state and random numbers do not reach the next precision. A function of JAX is traced once and
+compiled in every process, also in float32, so that times can be compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FEWEST_TIMED = 3  # calls, the first of which compiles and allocates
 ABOUT = 1.1  # times as fast: less is about as fast
 ITSELF = "Write a function that runs by itself and returns the loss."
 IMPURE = (
-    "A function of JAX is traced, so it may not read values, as float(loss) and if loss > 0 do, or write "
+    "A function of JAX is traced, so it must not read values, as float(loss) and if loss > 0 do, or write "
     "arrays to globals and objects. Return the loss of a pure function."
 )
 
@@ -46,16 +46,16 @@ class PrecisionRun:
     Attributes:
         precision: "float32" runs without autocast.
         emulate: whether autocast rounded in float32 instead of casting.
-        losses: what the function returned, call by call.
+        losses: the returned loss of each call.
         seconds: how long each call took.
         device: the device type of the loss; "" if it is a plain number.
         problem: why the run ended early, in one line.
-        advice: what to do about the problem; "" if it is not known.
+        advice: what to do about the problem; "" if that is not known.
         refused: what is wrong with the target itself.
         casting: the edits of autocast's table, as `Casting.to_dict` returns them; None for none.
-        finds_model: whether the function is run up to its backward pass once, before the calls, to find its
-            model for the rules of modules.
-        label: what the run is called, if that is more than its precision.
+        finds_model: whether the function is first run once, up to its backward pass, to find its model for
+            the rules of modules.
+        label: the name of the run, if it is more than its precision.
     """
 
     precision: str
@@ -161,7 +161,7 @@ def _difference(loss: float, expected: float) -> str:
 
 
 def sentences(runs: Sequence[PrecisionRun], target: str, framework: str, report: MachineReport) -> list[str]:
-    """Return what the table cannot say: errors, losses that are not finite, and how the speed came about.
+    """Return what the table cannot say: errors, losses that are not finite, and reasons for the speed.
 
     Args:
         runs: as in `table`.
@@ -185,7 +185,7 @@ def sentences(runs: Sequence[PrecisionRun], target: str, framework: str, report:
         flag = "" if framework == "torch" else f" --framework {framework}"
         found.append(
             f"{' and '.join(run.precision for run in equal)}: every loss is exactly that of float32, so "
-            f"probably nothing was cast. See what is: preamp inspect {target}{flag}"
+            f"probably nothing was cast. See what is cast: preamp inspect {target}{flag}"
         )
     for run in others:
         if run not in equal:
@@ -207,7 +207,7 @@ def _is_off(run: PrecisionRun, reference: PrecisionRun) -> bool:
 
 
 def _slower_than_products(run: PrecisionRun, reference: PrecisionRun, report: MachineReport) -> list[str]:
-    """Say so if products are faster on the machine than in float32 and the function is not."""
+    """Say so if large products are faster than in float32 on this machine, but the function is not."""
     row, speed = _row_of(report, reference.device, run.precision), run.speed_against(reference)
     if row is None or not (row.speed >= FASTER and speed < ABOUT):
         return []

@@ -58,7 +58,7 @@ def read_csv(path: str | Path) -> Table:
             be any text.
 
     Raises:
-        DataError: naming the line that cannot be used and why.
+        DataError: with the line that cannot be used, and why.
         OSError: if there is no such file.
     """
     rows = _read_rows(path)

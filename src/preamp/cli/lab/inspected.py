@@ -1,4 +1,4 @@
-"""A user's function, found by its name, and the report of what autocast casts in it."""
+"""What autocast casts in a user's function. The function is found by its name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inspect_function(
     compiled: bool,
     casting_file: Path | None,
 ) -> CastReport:
-    """Return what autocast casts in a function. PyTorch's is run for it, JAX's is traced.
+    """Return what autocast casts in a function. A function of PyTorch is run, one of JAX is traced.
 
     Args:
         target: "MODULE:FUNCTION", called without arguments; the module is a name or the path of a file.
@@ -36,7 +36,7 @@ def inspect_function(
         device: the device type, None for the CPU; JAX's tables are the same on every device.
         dtype: the name of the low precision, None for the framework's default.
         emulate: whether to round instead of casting.
-        compiled: whether to report what `torch.compile` makes of the function.
+        compiled: whether to report the program that `torch.compile` makes of the function.
         casting_file: the edits of the framework's table; None for none.
 
     Raises:
@@ -47,10 +47,10 @@ def inspect_function(
     if dtype and dtype.startswith("float8") and not emulate:
         raise PreampError(f"--dtype {dtype} can only be emulated. Write --emulate as well.")
     if framework == "jax" and compiled:
-        raise PreampError("--compile is for PyTorch. Leave it out: JAX's report is of the compiled program.")
+        raise PreampError("--compile is for PyTorch. Leave it out: JAX's report shows the compiled program.")
     if framework == "jax" and device:
         raise PreampError(
-            f"--device {device} changes nothing with --framework jax. Leave it out: JAX's casts are the same "
+            f"--device {device} has no effect with --framework jax. Leave it out: JAX's casts are the same "
             "on every device."
         )
     table = read_casting(casting_file) if casting_file else None

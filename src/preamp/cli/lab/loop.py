@@ -42,10 +42,10 @@ class Loop(ABC):
 
     Args:
         problem: what to train.
-        precision: what values and gradients are stored in.
+        precision: the dtype in which values and gradients are stored.
         policy: the rule for the loss scale; None does not scale.
         seed: of the first weights and of the order of the rows.
-        emulate: whether to compute in float32 and round to the precision; False computes in it.
+        emulate: whether to compute in float32 and round to the precision; False computes in the precision.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class Problem:
     def score(self, outputs: NDArray[np.float32]) -> tuple[float, float | None]:
         """Return test error and, for labels, accuracy, for the outputs on the test rows.
 
-        The error is the mean squared error of redrawn rows, or the share of wrong labels.
+        The error is the mean squared error of reconstructed rows, or the share of wrong labels.
         """
         if self.loss == "squared":
             return float(np.mean((outputs - self.table.test) ** 2)), None
@@ -93,11 +93,11 @@ def share_of_zeros(gradients: Iterable[Any]) -> float:
 
 
 def autoencoder(table: Table, epochs: int | None = None) -> Problem:
-    """Return the default problem: redrawing the rows of a table from 16 numbers.
+    """Return the default problem: reconstructing the rows of a table from 16 numbers.
 
     Every sigmoid multiplies the gradient by at most 1/4, and there are eight: the first layers get gradients
-    of about 1e-8, below float16's smallest number. Without scaling they get exactly zero and keep their
-    initial weights, and the network answers every digit with the same average blot.
+    of about 1e-8, below float16's smallest number. Without scaling these are exactly zero, the layers keep
+    their initial weights, and the network reconstructs every digit as the same average blot.
     """
     columns = table.train.shape[1]
     return Problem(
@@ -113,7 +113,7 @@ def autoencoder(table: Table, epochs: int | None = None) -> Problem:
 
 
 def classify(table: Table, epochs: int | None = None) -> Problem:
-    """Return the problem of naming the label of each row of a table."""
+    """Return the problem of predicting the label of each row of a table."""
     return Problem(
         task="classify",
         table=table,

@@ -45,7 +45,7 @@ CHATTER = re.compile(rb"[IWE]\d{4} |WARNING: All log messages before absl::Initi
 
 @dataclass(frozen=True)
 class Plan:
-    """A run to be made. `policy=None` does not scale the loss."""
+    """A planned run. `policy=None` does not scale the loss."""
 
     precision: Precision
     policy: Policy[Any] | None
@@ -100,9 +100,9 @@ def plans(precisions: list[Precision], policy: Policy[Any], seeds: int, first_se
 
 
 def choose_framework() -> Framework:
-    """Return the first framework in `PACKAGES` that can be trained with, without importing any.
+    """Return the first framework in `PACKAGES` that can train here, without importing any.
 
-    If none has all that it needs, return the first that has some of it: `find_loop` says what is missing.
+    If none has everything that it needs, return the first that has a part: `find_loop` says what is missing.
     """
     found = [name for name, (framework, *_) in PACKAGES.items() if _is_installed(framework)]
     if not found:
@@ -150,11 +150,11 @@ def _remedy(package: str | None, framework: Framework) -> str:
     installed = [name for name in usable if name != package and _is_installed(name)]
     if installed and package in usable:
         return (
-            f"Keras is to run on it. Set KERAS_BACKEND={installed[0]}, which is installed, "
+            f"Keras is set to run on it. Set KERAS_BACKEND={installed[0]}, which is installed, "
             f"or run: pip install {package}"
         )
     if others and package in usable:
-        return f"Keras is to run on it. Run: pip install {package}, or set KERAS_BACKEND to {others}."
+        return f"Keras is set to run on it. Run: pip install {package}, or set KERAS_BACKEND to {others}."
     if others and package == os.environ.get("KERAS_BACKEND"):
         return f"This training cannot run on it anyway. Set KERAS_BACKEND to {others}."
     return f"Run: pip install 'preamp[{framework}]'"
@@ -162,7 +162,7 @@ def _remedy(package: str | None, framework: Framework) -> str:
 
 @contextmanager
 def _without_chatter() -> Iterator[None]:
-    """Drop the messages of TensorFlow's libraries about themselves while they are loaded.
+    """Drop the start-up messages of TensorFlow's libraries while they are loaded.
 
     They write to file descriptor 2 before they can be configured. Everything else is passed on.
     """

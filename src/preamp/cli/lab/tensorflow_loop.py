@@ -28,8 +28,8 @@ if keras.backend.backend() == "tensorflow":
     from preamp.tensorflow import LossScaleOptimizer
 else:  # TensorFlow takes seconds to load
     raise PreampError(
-        f"KERAS_BACKEND={keras.backend.backend()}, and the optimizers of tf.keras are Keras's. "
-        "Set it to tensorflow, or not at all."
+        f"KERAS_BACKEND={keras.backend.backend()}, but the optimizers of tf.keras are Keras's. "
+        "Set it to tensorflow, or unset it."
     )
 
 
@@ -93,7 +93,7 @@ class TensorFlowLoop(Loop):
         return values
 
     def _rounded(self, values: tf.Tensor) -> tf.Tensor:
-        """Return values as they are stored, for the precision that is computed in."""
+        """Round values to the precision in which they are stored."""
         return tf.cast(tf.cast(values, self.stored), self.computed)
 
     def _loss(self, inputs: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""The table that keeps as little of a user's training step in float32 as it can, and trainings with it."""
+"""Find the table that keeps as little of a user's training step in float32 as possible, and train with it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tune_function(
     loss_scale: float | None,
     error: float | None,
 ) -> Tuning:
-    """Return the table; the arguments are those of `blame_function`, and the error to stay below.
+    """Return the table. The arguments are those of `blame_function`, and the error to stay below.
 
     Raises:
         PreampError: as `blame_function`.
@@ -68,9 +68,9 @@ def _in_jax(target: str, dtype: str, settings: dict[str, Any]) -> Tuning:
 def train_with(
     target: str, framework: str, tuned: Tuning, before: Casting | None, calls: int, *, emulate: bool
 ) -> list[PrecisionRun]:
-    """Call a function many times in float32, with the table to begin with and with the one that was found.
+    """Call a function many times in float32, with the initial table, and with the table that was found.
 
-    Each in a process of its own, from the same seed. The function has to train and return its loss.
+    Each runs in a process of its own, from the same seed. The function has to train and return its loss.
 
     Raises:
         PreampError: if it cannot run in float32.
