@@ -214,7 +214,7 @@ def test_a_second_fit_goes_on_with_the_settings_of_the_file(tmp_path: Path) -> N
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert len(callback.trace) == 2 * STEPS
-    with pytest.raises(UsageError, match=r"on_error, only_rank: this is for a file"):
+    with pytest.raises(UsageError, match=r"on_error, only_rank: this applies to a file"):
         TraceCallback(Trace(), on_error="warn", only_rank=0)
 
 

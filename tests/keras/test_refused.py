@@ -77,7 +77,7 @@ def test_a_backend_that_cannot_train(backend: str) -> None:
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()[-1]
     assert said.startswith(f"preamp.errors.MissingExtra: Keras computes with {backend} here, which has no")
-    assert "cannot train. Write before Keras is imported: os.environ['KERAS_BACKEND'] = 'jax'" in said
+    assert "but not train. Write before Keras is imported: os.environ['KERAS_BACKEND'] = 'jax'" in said
 
 
 @pytest.mark.parametrize("inner", ["sgd", None, 0.25, keras.optimizers.SGD], ids=str)
@@ -214,7 +214,7 @@ def test_the_inner_optimizer_stays() -> None:
 @pytest.mark.parametrize("settings", [{"mode": "append"}, {"name": "x"}], ids=str)
 @pytest.mark.any_backend
 def test_settings_of_a_file_beside_a_trace(settings: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"{next(iter(settings))}: this is for a file"):
+    with pytest.raises(UsageError, match=f"{next(iter(settings))}: this applies to a file"):
         TraceCallback(Trace(), **settings)
 
 

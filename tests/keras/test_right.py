@@ -109,7 +109,7 @@ def test_it_may_take_the_name_of_keras_own(way: str, monkeypatch: pytest.MonkeyP
     walk_abreast(run, Run(sgd(), np.ones(2)), "0100")
     assert (run.scale, run.optimizer.skipped_steps) == (4.0, 1)
     for make in (Stock, LossScaleOptimizer):
-        with pytest.raises(PolicyError, match="scales the loss already"):
+        with pytest.raises(PolicyError, match="already scales the loss"):
             keras.optimizers.LossScaleOptimizer(make(sgd()))
 
 

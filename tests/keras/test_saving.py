@@ -337,7 +337,7 @@ def test_a_scale_that_died_starts_again_with_a_warning(scale: float, tmp_path: P
     model.save_weights(tmp_path / "dead.weights.h5")
     again = model_of(LossScaleOptimizer(keras.optimizers.Adam(0.01), 64.0))
     again.optimizer.build(again.trainable_variables)
-    with pytest.warns(UserWarning, match="starts again, at 64.0"):
+    with pytest.warns(UserWarning, match="starts again at 64.0"):
         again.load_weights(tmp_path / "dead.weights.h5")
     assert again.optimizer.loss_scale == 64.0
 
@@ -426,7 +426,7 @@ def test_a_subclass_with_an_argument_of_its_own_is_saved_and_loaded(tmp_path: Pa
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras").optimizer
     assert (type(again), again.note, again.loss_scale) == (Noted, "here", model.optimizer.loss_scale)
-    with pytest.raises(PolicyError, match="is not a configuration of a LossScaleOptimizer"):
+    with pytest.raises(PolicyError, match="is not the configuration of a LossScaleOptimizer"):
         Noted.from_config({**again.get_config(), "unknown": 1})
 
 

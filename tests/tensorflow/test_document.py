@@ -351,7 +351,7 @@ def test_nor_one_of_its_library(kind: str) -> None:
 
 
 def test_a_factor_that_keras_would_divide_by_as_well() -> None:
-    with pytest.raises(PolicyError, match=r"loss_scale_factor=8\.0 already"):
+    with pytest.raises(PolicyError, match=r"already has loss_scale_factor=8\.0"):
         LossScaleOptimizer(inner("keras", loss_scale_factor=8.0))
 
 

@@ -95,7 +95,7 @@ def test_the_class_takes_the_configuration_of_tf_keras_own(kind: str) -> None:
 
 @pytest.mark.parametrize("config", [{}, {"dynamic": True}, {"inner_optimizer": {}}, None, 3], ids=str)
 def test_what_is_no_configuration(config: Any) -> None:
-    with pytest.raises(PolicyError, match="is not a configuration of a LossScaleOptimizer"):
+    with pytest.raises(PolicyError, match="is not the configuration of a LossScaleOptimizer"):
         LossScaleOptimizer.from_config(config)
 
 
@@ -139,7 +139,7 @@ def test_a_configuration_has_the_arguments_of_a_subclass(kind: str) -> None:
     again = Registered.from_config(made.get_config())
     assert (type(again), again.note, again.initial_scale) == (type(made), "here", 8.0)
     if kind == "keras":
-        with pytest.raises(PolicyError, match="is not a configuration of a LossScaleOptimizer"):
+        with pytest.raises(PolicyError, match="is not the configuration of a LossScaleOptimizer"):
             Mine.from_config(made.get_config())
 
 

@@ -141,9 +141,9 @@ def test_a_skipped_step_changes_nothing_else(kind: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("scales", "unscales", "named"),
     [
-        (False, False, "get_scaled_loss and get_unscaled_gradients never"),
-        (False, True, "but get_scaled_loss never"),
-        (True, False, "but get_unscaled_gradients never"),
+        (False, False, "called without get_scaled_loss and get_unscaled_gradients: "),
+        (False, True, "called without get_scaled_loss: "),
+        (True, False, "called without get_unscaled_gradients: "),
     ],
 )
 def test_what_was_forgotten_is_said_once(kind: str, scales: bool, unscales: bool, named: str) -> None:

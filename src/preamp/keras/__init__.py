@@ -21,7 +21,7 @@ else:
     backend = keras.backend.backend()
 if backend not in ("jax", "tensorflow", "torch"):
     raise MissingExtra(
-        f"Keras computes with {backend} here, which has no gradients: it can predict and cannot train. Write "
+        f"Keras computes with {backend} here, which has no gradients: it can predict but not train. Write "
         "before Keras is imported: os.environ['KERAS_BACKEND'] = 'jax', or 'tensorflow' or 'torch'"
     )
 

@@ -32,7 +32,7 @@ def rule(
         initial_scale: the scale of the first step; None is the default.
         steps: finite steps before the scale grows; None is the default.
         policy: a rule in place of all of these.
-        factor: a fixed scale, or None.
+        factor: a fixed scale, or None if the scale moves.
 
     Raises:
         PolicyError: for invalid arguments, and for arguments that contradict each other.
@@ -42,7 +42,7 @@ def rule(
     if isinstance(initial_scale, bool):
         raise PolicyError(
             f"initial_scale={initial_scale!r} is not a scale; in tf.keras the second argument was dynamic. "
-            "Write loss_scale_factor=2.0**15 for a fixed scale, initial_scale=2.0**15 for the first one."
+            "Write loss_scale_factor=2.0**15 for a fixed scale, or initial_scale=2.0**15 for the first scale."
         )
     check_rule(scale, steps)
     moving = {"initial_scale": (scale, INITIAL_SCALE), "dynamic_growth_steps": (steps, INTERVAL)}
@@ -77,7 +77,7 @@ def _fixed(factor: float, moving: Mapping[str, Any]) -> Policy[Any]:
 
     Args:
         factor: the scale.
-        moving: the arguments given that only apply to a scale that moves.
+        moving: the given arguments that only apply to a scale that moves.
 
     Raises:
         PolicyError: for an invalid factor, or one together with such an argument.
@@ -119,7 +119,7 @@ def check_config(config: object, kind: type) -> None:
     entries = config if isinstance(config, Mapping) else {}
     if not entries.get("inner_optimizer") or set(entries) - _arguments(kind):
         raise PolicyError(
-            f"{shown(config)} is not a configuration of a LossScaleOptimizer: that has an inner_optimizer "
+            f"{shown(config)} is not the configuration of a LossScaleOptimizer, which has an inner_optimizer "
             "and arguments. Write optimizer.get_config() to get one."
         )
 

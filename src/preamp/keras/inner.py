@@ -14,7 +14,7 @@ import keras
 from preamp.errors import PolicyError, UsageError
 from preamp.systems.arguments import UNUSED, check_averaging, check_limits
 
-# Bound here: people put this library's class in the place of Keras's name for its own.
+# Bound here, because users replace Keras's class with this library's under Keras's name.
 BaseLossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 
 LIMITS = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm")
@@ -45,7 +45,7 @@ def check_inner(inner: keras.Optimizer) -> None:
     """Check that an optimizer can be wrapped.
 
     Raises:
-        PolicyError: if it is not a Keras optimizer, scales the loss already, or is wrapped already.
+        PolicyError: if it is not a Keras optimizer, already scales the loss, or is already wrapped.
     """
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise PolicyError(
@@ -54,14 +54,14 @@ def check_inner(inner: keras.Optimizer) -> None:
         )
     if isinstance(inner, BaseLossScaleOptimizer):
         raise PolicyError(
-            f"inner_optimizer={inner.name!r} scales the loss already; gradients would be unscaled twice. "
+            f"inner_optimizer={inner.name!r} already scales the loss: gradients would be unscaled twice. "
             "Write LossScaleOptimizer(keras.optimizers.Adam())."
         )
     earlier = _wrappers.get(inner)
     if earlier is not None and earlier() is not None:
         raise PolicyError(
-            f"inner_optimizer={inner.name!r} is wrapped by another LossScaleOptimizer already: two scales "
-            "would move on one optimizer's steps. Write a new keras.optimizers.Adam() for this one."
+            f"inner_optimizer={inner.name!r} is already wrapped by another LossScaleOptimizer: two scales "
+            "would follow one optimizer's steps. Write a new keras.optimizers.Adam() for this one."
         )
 
 
@@ -78,9 +78,9 @@ def hand_over(inner: keras.Optimizer, given: dict[str, Any]) -> None:
         given: values by name, as in `UNUSED`; defaults are not forwarded.
 
     Raises:
-        PolicyError: for invalid values, and for values that contradict those of the inner optimizer. Nothing
-            is set.
-        UsageError: for settings that need variables, once the optimizer has been built without them.
+        PolicyError: for invalid values, and for values that contradict those of the inner optimizer. Then
+            nothing is set.
+        UsageError: for settings that need variables, if the optimizer has already been built without them.
     """
     new = {name: value for name, value in given.items() if value != UNUSED[name]}
     for name, value in new.items():
@@ -102,7 +102,7 @@ def is_hyperparameter(inner: keras.Optimizer, name: str) -> bool:
 
 
 def _default(kind: type, name: str) -> Any:
-    """Return the default of an optimizer's argument: of the first class that names it."""
+    """Return the default of an optimizer's argument, from the first class that names it."""
     for base in kind.__mro__:
         parameter = inspect.signature(base).parameters.get(name) if "__init__" in vars(base) else None
         if parameter is not None:
@@ -116,7 +116,7 @@ def _check(inner: keras.Optimizer, new: dict[str, Any]) -> None:
     unused = [name for name in new if new[name] != UNUSED[name] and isinstance(inner, several)]
     if unused:
         raise PolicyError(
-            f"{unused[0]}={new[unused[0]]!r} would change nothing: {type(inner).__name__} leaves it to the "
+            f"{unused[0]}={new[unused[0]]!r} would have no effect: {type(inner).__name__} leaves it to the "
             f"optimizers inside. Write keras.optimizers.Adam({unused[0]}={new[unused[0]]!r}) there."
         )
     after = {name: new.get(name, getattr(inner, name)) for name in UNUSED}
@@ -133,6 +133,6 @@ def _check(inner: keras.Optimizer, new: dict[str, Any]) -> None:
     late = [name for name in NEED_VARIABLES if name in new and new[name] != getattr(inner, name)]
     if late and inner.built:
         raise UsageError(
-            f"{late[0]}={new[late[0]]!r} comes too late: {inner.name!r} has made its variables. "
+            f"{late[0]}={new[late[0]]!r} comes too late: {inner.name!r} has already made its variables. "
             f"Write keras.optimizers.{type(inner).__name__}(..., {late[0]}={new[late[0]]!r})."
         )

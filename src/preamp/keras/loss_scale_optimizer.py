@@ -61,7 +61,7 @@ arrays: Arrays[Any, Any] = import_module(f"preamp.arrays.{keras.backend.backend(
 
 
 class CountError(UsageError, ValueError):
-    """As many values as variables were expected. Keras raises `ValueError` here."""
+    """The number of values is not the number of variables. Keras raises `ValueError` here."""
 
 
 @keras.saving.register_keras_serializable(package="preamp")
@@ -77,35 +77,38 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         initial_scale: the scale of the first step.
         dynamic_growth_steps: finite steps in a row after which the scale is doubled.
         name: the name of the optimizer and the prefix of its variables.
-        policy: any preamp policy or dialect instead of these two. The rule without it is Keras's, between a
-            floor of 2**-14 and a ceiling of 2**32.
+        policy: any preamp policy or dialect, instead of these two arguments. Without it the rule is Keras's,
+            with a floor of 2**-14 and a ceiling of 2**32.
         guard: any guard of `preamp.guards`, such as `SpikeGuard()`, which skips steps whose loss or gradient
-            norm is a spike, as if they overflowed; the scale does not move. Of several losses that are scaled
-            for one step it is given the last.
-        weight_decay: decoupled: before an update every weight loses this share, times the learning rate.
+            norm is a spike, as if they overflowed, but without moving the scale. If several losses are scaled
+            for one step, it is given the last.
+        weight_decay: decoupled weight decay: before an update every weight is reduced by this share of
+            itself, times the learning rate.
         clipnorm: each variable's gradient is clipped to this L2 norm.
         clipvalue: each entry of a gradient is clipped to [-clipvalue, clipvalue].
-        global_clipnorm: all gradients together are clipped to this L2 norm. One of the three at most.
+        global_clipnorm: all gradients together are clipped to this L2 norm. Give at most one of the three.
         use_ema: keep an exponential moving average of the weights.
         ema_momentum: new average = ema_momentum * old average + (1 - ema_momentum) * weight.
-        ema_overwrite_frequency: overwrite the weights with their averages every so many updates. None: at the
-            end, which `fit` does.
+        ema_overwrite_frequency: overwrite the weights with their averages once in this many updates. None: at
+            the end of training, as `fit` does.
         loss_scale_factor: a fixed scale instead of one that moves. Steps that overflow are still skipped.
-        gradient_accumulation_steps: update once in so many steps, at least 2, with the mean of their
+        gradient_accumulation_steps: update once in this many steps, at least 2, with the mean of their
             gradients. A step whose gradients overflow is dropped and not counted.
-        dynamic: True. A fixed scale is `loss_scale_factor`.
+        dynamic: must be True. For a fixed scale use `loss_scale_factor`.
 
     Attributes:
         inner_optimizer: the wrapped optimizer. Its hyperparameters can be read and set on the wrapper.
         policy: the rule in force.
         dynamic_scale: a float32 variable, by which the next loss is multiplied.
-        step_counter: a float32 variable: finite steps since the scale moved.
+        step_counter: a float32 variable, the number of finite steps since the scale moved.
 
     Raises:
         PolicyError: for invalid arguments, and for arguments that contradict each other; it is a
-            `ValueError`. From `apply`, for a guard that uses what is not known there.
+            `ValueError`. `apply` raises it for a guard that uses something that is not known there.
         UsageError: for arguments that can no longer be set on an inner optimizer that has been built.
-        InexactScale: a warning, for a scale that is not a power of two.
+
+    Warns:
+        InexactScale: for a scale that is not a power of two.
 
     >>> import keras
     >>> from preamp.keras import LossScaleOptimizer
@@ -200,7 +203,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     def dynamic_growth_steps(self) -> int | None:
         """The policy's `growth_interval`: clean steps before the scale grows. None if it has none.
 
-        Programs that JAX and TensorFlow compiled before it is set keep the old number.
+        Programs that JAX and TensorFlow compiled before it was set keep the old number.
         """
         return getattr(self.policy, "growth_interval", None)
 
@@ -262,7 +265,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Raise if the policy gave up in a compiled step, which cannot raise, until a state is loaded.
 
         Raises:
-            ScaleExhausted: naming the scale at which it gave up first.
+            ScaleExhausted: with the scale at which it first gave up.
         """
         raise_if_exhausted(self.policy, self._scaler.state_of(self._numbers()))
 
@@ -288,7 +291,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Return the loss times the scale, in float32 or wider.
 
         Raises:
-            UsageError: if the loss is not a tensor, or has been scaled already; on JAX under `jit`, where the
+            UsageError: if the loss is not a tensor, or has already been scaled; on JAX under `jit`, where the
                 current scale would be compiled in.
         """
         loss_or_refused(loss)
@@ -296,7 +299,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         self._was_scaled = True
         if not isinstance(self.policy, Static) and backend.becomes_constant(self.dynamic_scale.value):
             raise UsageError(
-                "scale_loss inside jit would compile in the current scale, and never follow it. Write "
+                "scale_loss inside jit would compile the current scale in, and not see it change. Write "
                 "optimizer.stateless_scale_loss(optimizer_variables, loss), with optimizer_variables an "
                 "argument of the function that is compiled."
             )
@@ -323,8 +326,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             trainable_variables: the variables. None: those it was built with.
 
         Raises:
-            ValueError: as Keras, without variables, for unknown ones and if all gradients are None.
-            CountError: for gradients and variables that do not match in number.
+            ValueError: as in Keras, without variables, for unknown ones and if all gradients are None.
+            CountError: if the numbers of gradients and variables differ.
             UsageError: for values that are not tensors or variables; on JAX under `jit`.
             ScaleExhausted: if the policy gives up on this step. The variables stay as they were.
         """
@@ -356,7 +359,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Apply pairs of gradients and variables, as `apply` does, and return `iterations`.
 
         Raises:
-            UsageError: for values that are not pairs. Also all that `apply` raises.
+            UsageError: for values that are not pairs. `apply` raises further errors.
         """
         pairs = paired(grads_and_vars)
         self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
@@ -373,8 +376,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             trainable_variables: the current values of the variables it was built with.
 
         Raises:
-            ValueError: as Keras, before `build`, for variables of another number, and on TensorFlow.
-            CountError: for gradients of another number.
+            ValueError: as in Keras, before `build`, for another number of variables, and on TensorFlow.
+            CountError: for another number of gradients.
             UsageError: for arguments that are not lists of values.
         """
         instead = "stateless_apply(optimizer_variables, grads, trainable_variables), three lists of values"
@@ -417,9 +420,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             var_names: parts of names; a variable whose name has one of them is excluded.
 
         Raises:
-            ValueError: as Keras, once it is built.
-            UsageError: for arguments that are not lists. A string would exclude every name with one of its
-                letters.
+            ValueError: as in Keras, once it is built.
+            UsageError: for arguments that are not lists. A string would exclude every name that contains one
+                of its letters.
         """
         if var_list is not None:
             var_list = listed_variables("var_list", var_list, "exclude_from_weight_decay([layer.bias])")
@@ -436,8 +439,10 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         Raises:
             CountError: for another number of values, or before `build`.
             PolicyError: for a scale or count that training cannot resume from.
-            UsageError: if it is not a list, or for a value of another shape. Nothing is set.
-            UserWarning: a warning, for a scale outside the policy's bounds.
+            UsageError: if it is not a list, or for a value of another shape. Then nothing is set.
+
+        Warns:
+            UserWarning: for a scale outside the policy's bounds.
         """
         if not self.built:
             raise CountError(
@@ -456,9 +461,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             variable.assign(values[id(variable)])
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Save the wrapper's variables, and into a dict the inner optimizer's as well.
+        """Save the wrapper's variables. Into a dict, save the inner optimizer's as well.
 
-        In a file Keras saves those itself, beside the wrapper's.
+        In a file Keras itself saves those next to the wrapper's.
         """
         check_store(store)
         if isinstance(store, dict):
@@ -467,11 +472,11 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             store[variable.name] = keras.ops.convert_to_numpy(variable.value)
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Load variables that this wrapper, Keras's own wrapper, or an optimizer without one saved.
+        """Load variables that this wrapper, Keras's own wrapper, or an optimizer without a wrapper saved.
 
         A fixed scale stays as it is. A scale that training cannot resume from, such as NaN, starts again, and
-        one outside the policy's bounds is kept: a warning is given in both cases, and if the inner optimizer
-        was not built, so that Keras loads nothing into it.
+        one outside the policy's bounds is kept; both cases give a warning. There is also one if the inner
+        optimizer has not been built, because Keras then loads nothing into it.
         """
         check_store(store)
         inner, saved = self.inner_optimizer, saved_state(store)
@@ -561,10 +566,10 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         return is_hyperparameter(inner, name)
 
     def _trackable_children(self, save_type: str = "checkpoint", **options: object) -> dict[str, Any]:
-        """Return what TensorFlow saves. Only there is this method called.
+        """Return what TensorFlow saves. Only TensorFlow calls this method.
 
-        Keras has its variables in a list, and checkpoints then know them by their places: one variable more
-        or less, because of another policy or guard, and no later one could be restored. Here they have names.
+        Keras keeps its variables in a list, so that checkpoints know them by position. With one variable more
+        or less, because of another policy or guard, none after it could be restored. Here they have names.
         """
         children: dict[str, Any] = super()._trackable_children(save_type, **options)
         if save_type != "checkpoint":
@@ -577,7 +582,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         return children
 
     def _lookup_dependency(self, name: str, *cached: Any, **options: Any) -> Any:
-        """Return what TensorFlow restores under a name; None if there is nothing of that name."""
+        """Return what TensorFlow restores under a name; None if nothing has that name."""
         found = super()._lookup_dependency(name, *cached, **options)
         if found is None and "_scaler" in self.__dict__:
             warn_if_other_guard(self.guard, name)
@@ -603,9 +608,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Create a variable of the optimizer, with the same value on all replicas.
 
         Args:
-            name: of the variable.
+            name: the name of the variable.
             value: a number, or a tuple of the entries of a vector.
-            dtype: of the variable.
+            dtype: the dtype of the variable.
         """
         return self.add_variable(
             shape=(len(value),) if isinstance(value, tuple) else (),
@@ -639,7 +644,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     @backend.untraced
     def _take_step(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], scale: Any) -> None:
-        """Take one step. With a scale of None the gradients have been unscaled already."""
+        """Take one step. With a scale of None the gradients have already been unscaled."""
         inner = self.inner_optimizer
         step = ScaledStep(backend, arrays, inner, self._scaler, gradients, variables, scale)
         if self._scaler.guard is not None:
@@ -696,7 +701,7 @@ def _dtype(variable: keras.Variable) -> str:
 
 
 def _miscounted(gradients: int, variables: int) -> str:
-    """Return the error message for another number of gradients than of variables."""
+    """Return the error message for numbers of gradients and variables that differ."""
     if variables == 0:  # as after Keras has loaded an .h5 file
         return (
             f"{gradients} gradients were given for an optimizer without variables. A model that was loaded "

@@ -52,7 +52,7 @@ def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
         return _updated(step.inner, step.unscaled().gradients, step.variables, before)
 
     _, finite, norm = step.unscaled()
-    # A loss of another trace, or one that was computed outside, is of another step.
+    # A loss of another trace, or one that was computed outside, belongs to another step.
     loss = step.loss_where(_trace_of(step.loss) is _trace_of(step.scale))
     measured = step.scaler.measured(finite, norm, step.gradient_stats(), loss)
     judged = step.scaler.judge(measured, _where)
@@ -69,7 +69,7 @@ def _trace_of(value: object) -> object:
 
 
 def _where(condition: jax.Array, yes: jax.Array | float, no: jax.Array | float) -> jax.Array:
-    """Choose, and never return a weakly typed scalar: for one the next step would be compiled again."""
+    """Choose, and never return a weakly typed scalar, for which the next step would be compiled again."""
     chosen = jnp.where(condition, yes, no)
     return chosen.astype(chosen.dtype)
 
@@ -99,8 +99,8 @@ def _updated(
 ) -> list[jax.Array]:
     """Return the values of `_mutable` after an update, for those before it. Nothing is written.
 
-    Whether an optimizer can apply a sparse gradient depends on its class, on how it clips and accumulates,
-    under `jit` on `unique_indices` as well, and on the release of Keras. Nothing is lost by trying.
+    Whether an optimizer can apply a sparse gradient depends on its class, on how it clips and accumulates, on
+    the release of Keras and, under `jit`, on `unique_indices`. So it is tried: failing changes nothing.
     """
 
     def updated(gradients: Sequence[Gradient | None]) -> list[jax.Array]:

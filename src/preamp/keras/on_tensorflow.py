@@ -23,11 +23,11 @@ def take_traced(step: ScaledStep[Gradient, tf.Tensor]) -> bool:
     """Update the variables or skip, on all replicas alike.
 
     Raises:
-        ValueError: outside a replica context, where the gradients are not one replica's.
+        ValueError: outside a replica context, where the gradients are not those of one replica.
     """
     if tf.distribute.in_cross_replica_context():
         raise ValueError(
-            "apply must be called in a replica context, where the gradients are one replica's. "
+            "apply must be called in a replica context, where the gradients are those of one replica. "
             "Write strategy.run(train_step, args=(batch,)) and call apply in train_step."
         )
     replica = tf.distribute.get_replica_context()
@@ -36,7 +36,7 @@ def take_traced(step: ScaledStep[Gradient, tf.Tensor]) -> bool:
     if replica.num_replicas_in_sync > 1 and step.needs_norm:
         raise PolicyError(
             f"{step.scaler.guard!r} uses the norm of the gradients, which is not known with several "
-            'replicas: Keras sums their gradients later. Write guard=SpikeGuard(watch="loss").'
+            'replicas because Keras sums their gradients later. Write guard=SpikeGuard(watch="loss").'
         )
     loss = step.loss_where(tf.executing_eagerly() or _is_within(step.loss))
     stats = step.gradient_stats()
@@ -62,12 +62,12 @@ def _in_cross_replica_context(
     """Decide once for all replicas: TensorFlow allows no collective inside a replica's `cond`.
 
     Args:
-        strategy: that of the replicas.
+        strategy: the strategy of the replicas.
         inner: the optimizer that updates.
         scaler: the state of the loss scale.
-        measured: on each replica the same.
-        gradients: unscaled, of all of them.
-        variables: to be updated.
+        measured: the measurements, the same on each replica.
+        gradients: the unscaled gradients of all replicas.
+        variables: the variables to update.
     """
     local = {name: strategy.experimental_local_results(value)[0] for name, value in measured.items()}
 
@@ -80,7 +80,7 @@ def _in_cross_replica_context(
 def _update_or_skip(
     scaler: ScalerVariables[Any], measured: dict[str, tf.Tensor], update: Callable[[], None]
 ) -> None:
-    """Advance in each branch, not after both: there `finite` is constant, and half of the rule drops out."""
+    """Advance inside each branch, where `finite` is constant, so that half of the rule drops out."""
     stats = dict(measured)
     loss = stats.pop("loss", None)
     read = scaler.measured(stats.pop("finite"), stats.pop("norm"), stats, loss)
@@ -105,8 +105,8 @@ def _agreed(
 ) -> tuple[tf.Tensor, tf.Tensor | None]:
     """Return whether the gradients of all replicas are finite, and the sum of their losses.
 
-    The sum is the mean over the batch of all replicas: each has the share of its rows as its loss, as in
-    `fit`, because their gradients are summed as well.
+    The sum is the mean over the whole batch: as in `fit`, the loss of each replica is only its share of that
+    mean, because the gradients are summed as well.
     """
     if replica.num_replicas_in_sync == 1:
         return finite, loss
@@ -143,7 +143,7 @@ def update(
 def unscale(
     gradients: Sequence[Gradient], variables: Sequence[keras.Variable], scale: tf.Tensor | None
 ) -> Unscaled[Gradient, tf.Tensor]:
-    """Unscale gradients. With several replicas these are one's, finite if the sum over replicas will be.
+    """Unscale the gradients of one replica. They count as finite if the sum over all replicas will be.
 
     The norm of that sum is not known then: the inner optimizer computes the sum.
     """

@@ -45,7 +45,7 @@ def update(
 
 
 def _takes_sparse(inner: keras.Optimizer) -> bool:
-    """Return whether an optimizer applies sparse gradients. A user's own is given them as they are."""
+    """Return whether an optimizer applies sparse gradients. A user's own optimizer is assumed to."""
     if inner.clipvalue or inner.gradient_accumulation_steps:
         return False
     return isinstance(inner, TAKE_SPARSE) or not type(inner).__module__.startswith("keras.")

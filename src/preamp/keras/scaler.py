@@ -1,8 +1,8 @@
 """The variables of a loss scale, and one step with it.
 
 A step unscales the gradients, checks them, updates or skips, and advances the scale. How that is done inside
-a compiled program differs between Keras's backends: `Backend` is what `on_jax`, `on_tensorflow` and
-`on_torch` provide. Arithmetic on gradients is that of `preamp.arrays`.
+a compiled program differs between Keras's backends: `on_jax`, `on_tensorflow` and `on_torch` implement
+`Backend`. `preamp.arrays` has the arithmetic on gradients.
 """
 
 from __future__ import annotations
@@ -90,18 +90,18 @@ class ScalerVariables(Generic[S]):
 
     Args:
         policy: the rule in force.
-        make: makes a variable of (name, first value, dtype): a scalar, or of a tuple a vector.
+        make: makes a variable from (name, first value, dtype): a scalar, or a vector if the value is a tuple.
         guard: the rule that skips spikes, if there is one.
 
     Attributes:
-        policy: the rule in force. Another one with the same kind of state may be put in its place.
+        policy: the rule in force. It may be replaced by one with the same kind of state.
         guard: the rule that skips spikes, if there is one.
-        state: the variables, in the place of the numbers that they hold. `steps` and `skipped_steps` are
-            integers, the others float32.
+        state: a `ScalerState` of variables instead of numbers. `steps` and `skipped_steps` are integers, the
+            others float32.
         floats: the float32 scalars that a step's record is read from: all but the guard's own state.
         guard_leaves: by name, the variables of the guard's own state: float32 scalars and vectors.
         variables: `floats`, and the two integers.
-        saved: all of them.
+        saved: all variables.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ScalerVariables(Generic[S]):
         Args:
             finite: whether the gradients are finite.
             grad_norm: global L2 norm of the unscaled gradients.
-            stats: the `peak` and `share` of the scaled ones, as far as the policy needs them.
+            stats: the `peak` and `share` of the scaled gradients, if the policy needs them.
             loss: the loss, for a guard that uses it.
         """
         # The sum is a copy: TensorFlow may read the variable's own memory, which is about to be written.
@@ -180,9 +180,9 @@ class ScalerVariables(Generic[S]):
         """Advance the state in a program that is being compiled.
 
         Args:
-            measured: of `measured`.
+            measured: from `measured`.
             where: the backend's ``where(condition, yes, no)``.
-            judged: of `judge`.
+            judged: from `judge`.
         """
         # `advance` uses nothing of the last step's record but `exhausted_*`, if the policy can give up.
         first, gives_up = len(self.state.policy_state), self.policy.gives_up
@@ -225,7 +225,7 @@ class ScalerVariables(Generic[S]):
 
     @property
     def guard_scalars(self) -> list[keras.Variable]:
-        """Those of the guard's state that are scalars."""
+        """The variables of the guard's state that are scalars."""
         return [variable for variable in self.guard_leaves.values() if not len(variable.shape)]
 
     def advance_on_host(
@@ -236,13 +236,13 @@ class ScalerVariables(Generic[S]):
         guard_state: Any = None,
         judged: GuardRecord[float] | None = None,
     ) -> None:
-        """Advance the state where its numbers have been read.
+        """Advance the state on the host, where its numbers have been read.
 
         Args:
             numbers: the values of `floats`.
             measured: what was measured, in numbers.
             write: sets variables to numbers, and vectors to tuples.
-            guard_state: of `read_guard`.
+            guard_state: from `read_guard`.
             judged: what the guard decides, if there is one.
 
         Raises:
@@ -272,16 +272,20 @@ class ScalerVariables(Generic[S]):
 
         Raises:
             PolicyError: for a scale or count that training cannot resume from.
-            UserWarning: a warning, once, for a scale outside the policy's bounds.
+
+        Warns:
+            UserWarning: once, for a scale outside the policy's bounds.
         """
         self._known.check(self.policy, numbers[: len(self.state.policy_state)])
 
     def checked_state(self, saved: Mapping[str, float]) -> S:
-        """Return the policy's state for numbers by variable name. Numbers that are missing start again.
+        """Return the policy's state for numbers by variable name. Missing numbers start again.
 
         Raises:
             PolicyError: for a scale or count that training cannot resume from.
-            UserWarning: a warning, for a scale outside the policy's bounds.
+
+        Warns:
+            UserWarning: for a scale outside the policy's bounds.
         """
         check_counts(saved, [self.state.steps.name, self.state.skipped_steps.name])
         pairs = self.state.policy_state._asdict().items()
@@ -299,7 +303,7 @@ class ScalerVariables(Generic[S]):
             state = self._known.state = self.policy.start()
             saved = {}
             warnings.warn(
-                f"the loss scale starts again, at {state.scale}, and not where the file has it: {problem}",
+                f"the loss scale starts again at {state.scale} instead of the value in the file: {problem}",
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
         for variable, value in zip(self.state.policy_state, state, strict=True):
@@ -344,7 +348,7 @@ class ScalerVariables(Generic[S]):
         return [*state.policy_state, *record, *of_guard]
 
     def _guard_state(self, value_of: Callable[[keras.Variable], Any]) -> Any:
-        """Return the guard's state, with what a function makes of its variables."""
+        """Return the guard's state, with a function applied to its variables."""
         assert self.state.guard is not None  # asked only with a guard
         return map_state(value_of, self.state.guard.state)
 
@@ -400,7 +404,7 @@ class Backend(Protocol[G, T]):
     def unscale(
         self, gradients: Sequence[G], variables: Sequence[keras.Variable], scale: T | None, /
     ) -> Unscaled[G, T]:
-        """Unscale as `Arrays` does. With a scale of None the gradients have been divided already."""
+        """Unscale as `Arrays` does. With a scale of None the gradients have already been divided."""
 
     def write(self, values: Sequence[tuple[keras.Variable, float | tuple[float, ...]]], /) -> None:
         """Set scalar variables to numbers, and vectors to tuples of them."""
@@ -434,11 +438,11 @@ class ScaledStep(Generic[G, T]):
         inner: the optimizer that updates.
         scaler: the state of the loss scale.
         gradients: one for each variable; None for one without.
-        variables: to be updated.
-        scale: the divisor of the gradients; None if they have been divided.
+        variables: the variables to update.
+        scale: the divisor of the gradients; None if they have already been divided.
         loss: the loss that was scaled for this step, if the guard uses it.
-        no_loss: why there is none.
-        scale_loss: what the user writes to scale a loss.
+        no_loss: the reason if there is none.
+        scale_loss: the code that scales a loss, for messages.
     """
 
     backend: Backend[G, T]
@@ -487,7 +491,7 @@ class ScaledStep(Generic[G, T]):
 
         Raises:
             UsageError: if the inner optimizer would divide them again.
-            ValueError: as Keras, if all gradients are None.
+            ValueError: as in Keras, if all gradients are None.
         """
         twice = self.inner.loss_scale_factor
         if twice is not None:

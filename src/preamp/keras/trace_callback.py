@@ -32,34 +32,34 @@ class TraceCallback(keras.callbacks.Callback):
 
     Put it before callbacks that show logs, such as `keras.callbacks.TensorBoard`. Recording reads a few
     scalars to the host after every batch. With `steps_per_execution=n` Keras calls it after every n-th step:
-    the trace has these, and `skipped_steps` counts all. A warning says, once, if a step between them was
-    skipped. After a skipped step one more read finds out whether the forward pass has left moving statistics
-    not finite: `Step.buffers` names them.
+    the trace has only these, `skipped_steps` counts all of them, and there is one warning if a step in
+    between was skipped. After a skipped step one more read finds out whether the forward pass has left inf or
+    NaN in moving statistics: `Step.buffers` names them.
 
     Args:
-        path: the file to write, which is closed after `fit` and continued in the next; or a `Trace`, which
+        path: the file to write, which is closed after `fit` and continued by the next; or a `Trace`, which
             stays open; or None to keep the trace in memory.
-        mode: for a file that is there: "new" refuses, "append" continues it, "replace" overwrites it.
-        on_step: called with each `Step` once it is recorded.
-        restore_buffers: whether to restore variables that layers keep beside their weights, such as
-            BatchNorm's moving statistics: after every skipped step all of them get the values from before it.
-            With `steps_per_execution` above 1, those that are not finite get the values from before these
-            steps. Costs a copy of them on their device before every batch. False: a warning names those that
-            are not finite, once.
+        mode: what to do if the file exists: "new" refuses, "append" continues it, "replace" overwrites it.
+        on_step: called with each `Step` after it is recorded.
+        restore_buffers: whether to restore the variables that layers keep besides their weights, such as
+            BatchNorm's moving statistics: after every skipped step all of them get their values from before
+            it. With `steps_per_execution` above 1, those that are not finite get their values from before
+            these steps. This costs a copy of them on their device before every batch. False: one warning
+            names those that are not finite.
         on_error: what happens if the file cannot be written, as for a `Trace`.
         only_rank: the number of the only process that writes the file, as for a `Trace`.
         **about: anything JSON can hold that describes the run.
 
     Attributes:
-        trace: the record. A step's `loss` is that of its own batch, and not the mean over the epoch, which
-            Keras logs. Where the step is compiled, as on JAX and TensorFlow, it is what the batch added to
-            Keras's float32 sum of the epoch. It is None where that sum is not enough: with
+        trace: the record. A step's `loss` is the loss of its own batch, not the mean over the epoch, which
+            Keras logs. In a compiled step, as on JAX and TensorFlow, it is computed from Keras's float32 sum
+            over the epoch, before and after the batch. It is None where that is not possible: with
             `steps_per_execution` above 1, for the rest of an epoch in which a loss was inf or NaN, where the
             sum's rounding is more than 1% of the loss, and in a `train_step` of your own that updates no
             `keras.metrics.Mean` named "loss".
 
     Raises:
-        PolicyError: for an `on_step` that cannot be called, and a `restore_buffers` that is not a bool.
+        PolicyError: for an `on_step` that is not callable, and a `restore_buffers` that is not a bool.
         TraceError: for a file that cannot be continued.
         UsageError: for settings of a file together with a `Trace`; from `fit`, if the model's optimizer is
             not a `preamp.keras.LossScaleOptimizer`.
@@ -87,8 +87,8 @@ class TraceCallback(keras.callbacks.Callback):
         of_file = [*about, *(name for name, is_given in own.items() if is_given)]
         if isinstance(path, Trace) and of_file:
             raise UsageError(
-                f"{', '.join(of_file)}: this is for a file to be written, but a Trace is given. "
-                "Write them where it is made: TraceCallback(Trace(path, mode=..., name=...))."
+                f"{', '.join(of_file)}: this applies to a file, but a Trace was given. "
+                "Pass them to the Trace: TraceCallback(Trace(path, mode=..., name=...))."
             )
         self.restore_buffers = restore_buffers
         self._has_warned = self._has_warned_of_unrecorded = False
@@ -98,11 +98,11 @@ class TraceCallback(keras.callbacks.Callback):
         self.trace: Trace = path if isinstance(path, Trace) else self._open_trace(mode, **about)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Check the optimizer, and open the file again that the last `fit` closed."""
+        """Check the optimizer, and reopen the file that the last `fit` closed."""
         optimizer = self.model.optimizer
         if not isinstance(optimizer, LossScaleOptimizer):
             because = (
-                "Under the policy mixed_float16 compile wraps an optimizer that is not wrapped yet. "
+                "Under the policy mixed_float16, compile wraps an optimizer that is not wrapped yet. "
                 if isinstance(optimizer, BaseLossScaleOptimizer)
                 else ""
             )
@@ -178,11 +178,11 @@ class TraceCallback(keras.callbacks.Callback):
         return _state_values(self.model, optimizer._scaler.variables, optimizer.variables, "optimizer")
 
     def _warn_if_unrecorded(self, between: int, skipped: int) -> None:
-        """Warn, once, of skipped steps that no callback was called after."""
+        """Warn once of skipped steps after which Keras called no callback."""
         if skipped > 0 and not self._has_warned_of_unrecorded:
             self._has_warned_of_unrecorded = True
             warnings.warn(
-                f"{skipped} of {between} steps since the last one recorded were skipped, and are not in the "
+                f"{skipped} of {between} steps since the last recorded one were skipped and are not in the "
                 "trace: with steps_per_execution Keras calls no callback after them. skipped_steps counts "
                 "them. Write compile(steps_per_execution=1) to record every step.",
                 stacklevel=level_of_caller("keras", "tensorflow"),
@@ -207,8 +207,8 @@ class TraceCallback(keras.callbacks.Callback):
                 else "Write TraceCallback(restore_buffers=True), which restores them."
             )
             warnings.warn(
-                f"a step was skipped, and its forward pass left {_listed(remaining)} not finite: predictions "
-                f"are NaN, and so are weights that are saved now. {instead}",
+                f"a step was skipped, and its forward pass left inf or NaN in {_listed(remaining)}: "
+                f"predictions are NaN, and so are weights that are saved now. {instead}",
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
         return tuple(variable.path for variable in not_finite)
@@ -217,8 +217,8 @@ class TraceCallback(keras.callbacks.Callback):
 class Losses:
     """The losses of the batches of one `fit`.
 
-    Where a step is not compiled, the optimizer knows the loss of the step. Elsewhere the loss is what the
-    batch has added to the sum that Keras computes its mean from.
+    If the step is not compiled, the optimizer knows its loss. Otherwise the loss is what the batch added to
+    the sum from which Keras computes its mean.
 
     Args:
         model: the model that is trained. A `train_step` of its own may have another mean named "loss".
@@ -254,7 +254,7 @@ class Losses:
         Args:
             numbers: the scalars of `end_batch`, read.
             steps: how many steps the optimizer has counted now.
-            mean: the mean loss that Keras has logged for this batch. If it is not that of the sums, another
+            mean: the mean loss that Keras logged for this batch. If the sums give another one, another
                 callback has called `evaluate` since.
         """
         if self._is_known:
@@ -311,10 +311,10 @@ class Buffers:
         return [variable for variable, finite in zip(variables, flags, strict=True) if not finite]
 
     def restore(self, variables: Sequence[Any] | None = None) -> None:
-        """Set variables to the values that were kept last; those that were made since stay as they are.
+        """Set variables to the values that were last kept. Variables made since then stay as they are.
 
         Args:
-            variables: some of them. None: all.
+            variables: the variables to restore. None: all.
         """
         if hasattr(self._model, "jax_state_sync"):
             self._model.jax_state_sync()  # on JAX `fit` keeps the values itself, and reads them again
@@ -343,11 +343,11 @@ def _copied(value: Any) -> Any:
 
 
 def _state_values(model: keras.Model, variables: Sequence[Any], among: Sequence[Any], kind: str) -> list[Any]:
-    """Return the values of variables, which the trainer has during `fit` on JAX.
+    """Return the values of variables. During `fit` on JAX the trainer holds them.
 
     Args:
         model: the model that is trained.
-        variables: whose values.
+        variables: the variables whose values to return.
         among: all variables of their kind, in Keras's order.
         kind: "optimizer", "non_trainable" or "metrics".
     """

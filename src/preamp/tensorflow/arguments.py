@@ -13,7 +13,7 @@ from preamp.systems.dialects import TF_KERAS
 
 
 class ArgumentTypeError(PolicyError, TypeError):
-    """An argument of a wrong type. tf_keras raises TypeError, and documents ValueError."""
+    """An argument of a wrong type. tf_keras raises TypeError but documents ValueError."""
 
 
 def rule(
@@ -22,9 +22,9 @@ def rule(
     dynamic_growth_steps: float | None,
     policy: Policy[Any] | None,
 ) -> Policy[Any]:
-    """Return the policy that the arguments ask for: tf_keras's, if nothing else.
+    """Return the policy that the arguments ask for. Without any it is tf_keras's rule.
 
-    Its floor of 1 becomes the first scale where that is below 1, so that no overflow raises it.
+    Its floor is 1, or the first scale if that is below 1, so that an overflow cannot raise the scale.
 
     Raises:
         PolicyError: for invalid arguments, and for arguments that contradict each other.
@@ -62,7 +62,7 @@ def check_buffers(model: object, restore_buffers: object) -> None:
         )
     if restore_buffers and model is None:
         raise PolicyError(
-            "restore_buffers=True needs the model whose buffers they are. Write model=model, too."
+            "restore_buffers=True needs the model that has the buffers. Write model=model, too."
         )
 
 

@@ -28,8 +28,8 @@ from preamp.tensorflow.optimizer import LossScaleOptimizer as TensorFlowLossScal
 class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):  # type: ignore[override]  # read-only in tf.keras
     """`preamp.tensorflow.LossScaleOptimizer` over an optimizer of Keras 3.
 
-    `scale_loss` and `apply`, which are Keras's own, do what they do in Keras. `Model.fit` calls `scale_loss`
-    and `apply_gradients`, which therefore remembers how the loss was last scaled.
+    Keras's own methods `scale_loss` and `apply` behave as in Keras. `Model.fit` calls `scale_loss` and then
+    `apply_gradients`, which therefore has to know how the loss was last scaled.
     """
 
     KIND = "keras"
@@ -57,7 +57,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         made = rule(dynamic, initial_scale, dynamic_growth_steps, policy)
         if inner_optimizer.loss_scale_factor is not None:
             raise PolicyError(
-                f"inner_optimizer has loss_scale_factor={inner_optimizer.loss_scale_factor!r} already. Leave "
+                f"inner_optimizer already has loss_scale_factor={inner_optimizer.loss_scale_factor!r}. Leave "
                 "it out. A fixed scale is LossScaleOptimizer(opt, dynamic=False, initial_scale=2.0**15)."
             )
         KerasLossScaleOptimizer.__init__(self, inner_optimizer, policy=made, guard=guard, name=name)
@@ -75,9 +75,9 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         """Scale the loss, compute gradients, unscale and apply them.
 
         Args:
-            loss: a callable that returns the loss, or the loss itself, of `tape`.
+            loss: a callable that returns the loss, or the loss itself, computed under `tape`.
             var_list: a variable, several, or a callable that returns them.
-            tape: the tape that has watched a loss that is not callable.
+            tape: the tape of a loss that is not callable.
         """
         self.apply_gradients(self.compute_gradients(loss, var_list, tape))
 
@@ -92,7 +92,8 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
             tape: as in `minimize`.
 
         Raises:
-            UsageError: for a loss that is not callable without a tape, and for values that are not variables.
+            UsageError: for a loss that is neither callable nor has a tape, and for values that are not
+                variables.
         """
         check_tape(loss, tape)
         variables = None if callable(var_list) else flat_variables("var_list", var_list)
@@ -107,7 +108,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
 
     @unconverted
     def scale_loss(self, loss: Loss) -> Any:
-        """Return the loss times the scale, as Keras's `fit` does: it then applies gradients as they are."""
+        """Return the loss times the scale, for Keras's `fit`, which then applies gradients still scaled."""
         self._gradients_are_scaled = True
         return super().scale_loss(loss)
 
@@ -136,11 +137,11 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
             trainable_variables: the variables. None: those it was built with.
 
         Raises:
-            UsageError: for gradients that `get_unscaled_gradients` has unscaled already.
+            UsageError: for gradients that `get_unscaled_gradients` has already unscaled.
         """
         if not self._gradients_are_scaled and self._gradients_have_been_unscaled:
             raise UsageError(
-                "apply divides gradients by the loss scale, and get_unscaled_gradients has done so already. "
+                "apply divides gradients by the loss scale, and get_unscaled_gradients has already done so. "
                 "Write optimizer.apply_gradients(zip(gradients, variables))."
             )
         super().apply(grads, trainable_variables)
@@ -160,7 +161,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
             grads_and_vars: gradients with their variables, unscaled unless the loss was scaled by
                 `scale_loss`. A gradient may be None.
             skip_gradients_aggregation: False. Keras sums the gradients of all replicas.
-            experimental_aggregate_gradients: True, the same the other way round.
+            experimental_aggregate_gradients: True, the opposite of the argument before.
             name: ignored, as in tf_keras's newer optimizers.
 
         Raises:

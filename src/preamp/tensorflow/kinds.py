@@ -8,7 +8,7 @@ from preamp.tensorflow.optimizer import Kind, LossScaleOptimizer
 
 
 def class_for(kind: Kind) -> type[LossScaleOptimizer]:
-    """Return the class for one kind of inner optimizer. Libraries that are not used are not imported."""
+    """Return the class for one kind of inner optimizer, importing only the library that it needs."""
     if kind == "legacy":
         from preamp.tensorflow import tf_keras_legacy
 

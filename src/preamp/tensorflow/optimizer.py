@@ -45,7 +45,7 @@ L = TypeVar("L", bound="LossScaleOptimizer")
 
 
 class _SignatureOfInit:
-    """Shows the signature of `__init__`, not of `__new__`, to `inspect.signature`, help and editors."""
+    """Shows `inspect.signature`, help and editors the signature of `__init__` instead of `__new__`."""
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         whole = inspect.signature(owner.__init__)  # type: ignore[misc]  # of the class that is asked
@@ -61,22 +61,23 @@ class LossScaleOptimizer:
 
     Args:
         inner_optimizer: the optimizer to wrap: of tf_keras, legacy or not, or of Keras 3 on TensorFlow.
-        dynamic: whether the scale moves. False: `initial_scale` stays, and steps that overflow are skipped
-            all the same.
+        dynamic: whether the scale moves. False: `initial_scale` stays, and steps that overflow are still
+            skipped.
         initial_scale: the scale of the first step. None: 2**15 for a scale that moves.
         dynamic_growth_steps: finite steps in a row after which the scale is doubled. None: 2000.
-        policy: any preamp policy or dialect instead of these three. The rule without it is tf_keras's, with a
-            floor of 1, or `initial_scale` where that is less.
+        policy: any preamp policy or dialect, instead of these three arguments. Without it the rule is
+            tf_keras's, with a floor of 1, or of `initial_scale` if that is less.
         guard: any guard of `preamp.guards`, such as `SpikeGuard()`, which skips steps whose loss or gradient
-            norm is a spike, as if they overflowed; the scale does not move. The loss is that of `last_step`.
+            norm is a spike, as if they overflowed, but without moving the scale. It judges the loss that
+            `last_step` reports.
         model: the tf_keras model whose buffers to check after a skipped step: an overflow in the forward
-            pass is in BatchNorm's moving statistics before the step can be skipped. `last_step.buffers` names
-            those that are not finite. Costs nothing while steps are taken. Over an optimizer of Keras 3
-            `preamp.keras.TraceCallback` does that.
+            pass reaches BatchNorm's moving statistics before the step can be skipped. `last_step.buffers`
+            names those that are not finite. Costs nothing while steps are taken. With an optimizer of Keras 3
+            use `preamp.keras.TraceCallback` instead.
         restore_buffers: after every skipped step give all buffers the values that they had after the last
-            step that was taken, or when the optimizer was made or its state loaded, if that was later: load
-            the model first. Costs a copy of these variables a step, on their device. Neither argument is part
-            of `get_config`.
+            step that was taken, or when the optimizer was made or its state loaded, if that was later. So
+            load the model first. Costs a copy of these variables at each step, on their device. `get_config`
+            includes neither this argument nor `model`.
 
     Attributes:
         dynamic: whether the scale moves.
@@ -85,18 +86,20 @@ class LossScaleOptimizer:
             has none.
         initial_scale: the scale of the first step, a float.
         inner_optimizer: the wrapped optimizer. Its hyperparameters can be read and set on the wrapper.
-        learning_rate: the inner optimizer's, as is `lr`.
+        learning_rate: the learning rate of the inner optimizer; `lr` is the same.
         loss_scale: the scale of the next step, a float32 scalar tensor.
         policy: the rule in force.
         last_step: the record of the last step, a `Step`, copied to the host; None before the first. Its
-            `loss` is the sum of those that were scaled since the step before, on all replicas.
+            `loss` is the sum of the losses that were scaled since the step before, on all replicas.
         skipped_steps: how many steps have been skipped, copied to the host.
 
     Raises:
         PolicyError: for invalid arguments, and for arguments that contradict each other; it is a
             `ValueError`. Where tf_keras raises `TypeError`, for a `dynamic` that is not a bool and for
             something that is not an optimizer, it is a `TypeError` as well.
-        InexactScale: a warning, for a scale that is not a power of two.
+
+    Warns:
+        InexactScale: for a scale that is not a power of two.
 
     `minimize` scales the loss, unscales the gradients and moves the scale:
 
@@ -253,14 +256,14 @@ class LossScaleOptimizer:
 
     @unconverted
     def get_scaled_loss(self, loss: Loss) -> Any:
-        """Return the loss times the scale, to compute gradients of.
+        """Return the loss times the scale, to compute the gradients of.
 
         Args:
-            loss: a tensor, or a callable that returns one: then so is the result. Of a half type, it
-                becomes float32: 2**17 is inf in float16.
+            loss: a tensor, or a callable that returns one; then the result is a callable too. float16 and
+                bfloat16 become float32, because 2**17 is inf in float16.
 
         Raises:
-            UsageError: if the loss is not a tensor, or has been scaled already.
+            UsageError: if the loss is not a tensor, or has already been scaled.
         """
         if callable(loss):
             self._loss_has_been_scaled = True
@@ -270,7 +273,7 @@ class LossScaleOptimizer:
         return self._scaled_losses.note(scaled(loss, self.loss_scale))
 
     def _check_loss(self, loss: Loss) -> None:
-        """Check that a loss is a tensor or number, and has not been scaled already."""
+        """Check that a loss is a tensor or number, and has not already been scaled."""
         loss_or_refused(loss)
         # Past `__setattr__` of tf_keras, which tracks attributes.
         scaled_losses = self.__dict__.setdefault("_scaled_losses", ScaledLosses())
@@ -281,8 +284,8 @@ class LossScaleOptimizer:
         """Return the gradients divided by the scale.
 
         Args:
-            grads: tensors or `tf.IndexedSlices`. None stays None. Those of a half type become float32:
-                1 / 2**25 is 0 in float16.
+            grads: tensors or `tf.IndexedSlices`. None stays None. float16 and bfloat16 become float32,
+                because 1 / 2**25 is 0 in float16.
 
         Raises:
             UsageError: if it is not a list of tensors.
@@ -292,7 +295,7 @@ class LossScaleOptimizer:
         return divide(grads, self.loss_scale)
 
     def get_gradients(self, loss: Loss, params: Variables) -> list[Any]:
-        """Return unscaled gradients of a loss in a graph. In `minimize` and with a tape it is not needed.
+        """Return unscaled gradients of a loss in a graph. Not needed with `minimize` or a tape.
 
         Args:
             loss: a tensor of the graph that is being built, in `tf.function` or `tf.Graph`.
@@ -300,7 +303,7 @@ class LossScaleOptimizer:
 
         Raises:
             ValueError: for a variable that the loss does not depend on.
-            UsageError: outside of a graph, where TensorFlow has gradients of a tape only.
+            UsageError: outside a graph, where TensorFlow needs a tape to compute gradients.
         """
         check_graph()
         variables = flat_variables("params", params)
@@ -314,7 +317,7 @@ class LossScaleOptimizer:
         return self.get_unscaled_gradients(grads)
 
     def _warn_if_forgotten(self) -> None:
-        """Warn, once, of gradients that cannot be those of the loss."""
+        """Warn once of gradients that cannot be those of a scaled loss."""
         calls = {
             "get_scaled_loss": self._loss_has_been_scaled,
             "get_unscaled_gradients": self._gradients_have_been_unscaled,
@@ -323,7 +326,7 @@ class LossScaleOptimizer:
         if forgotten:
             self._loss_has_been_scaled = self._gradients_have_been_unscaled = True
             warnings.warn(
-                f"apply_gradients was called, but {' and '.join(forgotten)} never: the loss scale does not "
+                f"apply_gradients was called without {' and '.join(forgotten)}: the loss scale does not "
                 "protect these gradients, or is still in them. Write loss = opt.get_scaled_loss(loss) under "
                 "the tape and grads = opt.get_unscaled_gradients(tape.gradient(loss, variables)), or "
                 "opt.minimize(loss_fn, variables), which does both.",
@@ -336,8 +339,9 @@ def is_hyperparameter(inner: object, name: str) -> bool:
     """Return whether an attribute of an inner optimizer can be read and set on the wrapper.
 
     Legacy optimizers distinguish hyperparameters, such as `beta_1`, from constants, such as `epsilon` and the
-    initial values of slots. Newer ones do not: the same distinction is made for them here. A hyperparameter
-    is a public number, or a setting that every newer optimizer has, which is None or a bool where not used.
+    initial values of slots. Newer ones do not, so the same distinction is made for them here. A
+    hyperparameter is a public number, or a setting that every newer optimizer has, which is None or a bool if
+    it is not used.
     """
     value = vars(inner).get(name, "")
     if name in UNUSED:
@@ -375,7 +379,7 @@ def _has_kind(cls: type) -> bool:
 
 
 def _over(cls: type[L], kind: Kind) -> type[L]:
-    """Return a class for inner optimizers of one kind; of a subclass, one of its name and place."""
+    """Return a class for inner optimizers of one kind. A subclass gets one with its own name and module."""
     base: Any = LossScaleOptimizer._class_for(kind)
     if cls is LossScaleOptimizer:
         return base  # type: ignore[no-any-return]
@@ -389,7 +393,7 @@ def _over(cls: type[L], kind: Kind) -> type[L]:
 
 
 def _register_as(made: type, cls: type, kind: Kind) -> None:
-    """Give a class the name under which the user has registered the one it was made of, if they have.
+    """Register a class under the name of the user's class that it was made from, if that is registered.
 
     Files then hold that name, and loading finds the user's class, which creates the right kind.
     """
@@ -418,13 +422,13 @@ def kind_of_config(config: object) -> Kind:
     if settings:
         return "keras"
     raise PolicyError(
-        f"{shown(config)} is not a configuration of a LossScaleOptimizer: that has an inner_optimizer and "
+        f"{shown(config)} is not the configuration of a LossScaleOptimizer, which has an inner_optimizer and "
         "arguments. Write optimizer.get_config() to get one."
     )
 
 
 def _kind(inner: object) -> Kind:
-    """Return the kind of an inner optimizer. A library that it was not made with is not imported.
+    """Return the kind of an inner optimizer, without importing any other library.
 
     Raises:
         ArgumentTypeError: if it is not an optimizer, or scales its loss itself.

@@ -1,4 +1,4 @@
-"""Variables that a tf_keras model's layers keep beside their weights, such as BatchNorm's moving statistics.
+"""Variables that a tf_keras model's layers keep besides their weights, such as BatchNorm's moving statistics.
 
 The forward pass writes them, so an overflow there leaves inf or NaN in them before the step can be skipped.
 """
@@ -15,12 +15,12 @@ from preamp.errors import PolicyError
 class Buffers:
     """The variables that a model's layers made as not trainable, checked after a skipped step.
 
-    Steps that are taken cost nothing, unless copies are kept. Integers only where copies are kept: they are
-    always finite.
+    Steps that are taken cost nothing unless copies are kept. Integer variables, which are always finite, are
+    included only if copies are kept.
 
     Args:
         model: the model that is trained, a `tf_keras` model or layer.
-        restores: whether to keep copies of them on their device, to restore them from.
+        restores: whether to keep copies of the variables on their device, to restore them.
 
     Attributes:
         copies: the copies, one for each variable and replica.
@@ -53,7 +53,7 @@ class Buffers:
         self.keep_finite()
 
     def keep_finite(self) -> None:
-        """Copy those that are finite now, such as after a checkpoint was loaded into the model."""
+        """Copy the variables that are finite now, as after a checkpoint was loaded into the model."""
         for variable, copy in zip(self._variables, self.copies, strict=False):
             copy.assign(tf.where(_is_finite(variable), variable, copy))
 
@@ -71,7 +71,7 @@ class Buffers:
             tf.cond(taken, self._keep, self._restore)
 
     def ruined(self) -> tuple[str, ...]:
-        """Return the names of those that the last skipped step has left not finite. Reads a few flags."""
+        """Return the names of the variables that the last skipped step left not finite. Reads a few flags."""
         if self._ruined is None:
             return ()
         pairs = zip(self._names, self._ruined.numpy().tolist(), strict=True)
@@ -105,7 +105,7 @@ class Buffers:
         return tf.constant(True)
 
     def _restore(self) -> tf.Tensor:
-        """Note which variables are not finite, and set all to their copies, if there are any."""
+        """Note which variables are not finite. If there are copies, set all variables to them."""
         assert self._ruined is not None  # there are variables
         self._ruined.assign(tf.stack([tf.logical_not(_is_finite(variable)) for variable in self._variables]))
         for variable, copy in zip(self._variables, self.copies, strict=False):
@@ -120,7 +120,7 @@ def _is_finite(variable: tf.Variable) -> tf.Tensor:
 
 
 def _variables_of(model: tf_keras.layers.Layer) -> list[tuple[str, tf.Variable]]:
-    """Return variables by name. tf_keras has no public name for those that a layer made as not trainable."""
+    """Return variables by name. tf_keras has no public access to those a layer made as not trainable."""
     found: dict[int, tuple[str, tf.Variable]] = {}
     for layer in model._flatten_layers():
         for variable in layer._non_trainable_weights:

@@ -1,7 +1,7 @@
-"""LossScaleOptimizer over `tf_keras.optimizers`, and the base that `tf_keras_legacy` has in common with it.
+"""LossScaleOptimizer over `tf_keras.optimizers`, and the base that it shares with `tf_keras_legacy`.
 
-tf_keras's own classes get the state of `tf_keras_state`. They stay in charge of slots, tracking and replicas,
-so that `Model.compile` and checkpoints find the classes that they know.
+tf_keras's own classes are given the state of `tf_keras_state`. They still manage slots, tracking and
+replicas, so that `Model.compile` and checkpoints find the classes that they know.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class OverTfKeras(BaseLossScaleOptimizer):
-    """A mixin, to be put before one of tf_keras's LossScaleOptimizers among the bases of a class."""
+    """A mixin that comes before one of tf_keras's LossScaleOptimizers in the bases of a class."""
 
     _loss_scale: LossScaleState
     _optimizer: tf_keras.optimizers.Optimizer
@@ -129,7 +129,7 @@ class OverTfKeras(BaseLossScaleOptimizer):
     def get_config(self) -> dict[str, Any]:
         """Return the configuration and the state of the scale, in plain JSON.
 
-        tf_keras's older file formats have no other place for that state.
+        tf_keras's older file formats have no other place for the state.
         """
         config: dict[str, Any] = self._theirs().get_config()
         saving = tf_keras.saving
@@ -225,15 +225,15 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
         self._optimizer.finalize_variable_values(listed_variables("var_list", var_list, instead))
 
     def add_variable(self, *args: object, **kwargs: object) -> Any:
-        """Add a variable to the inner optimizer's."""
+        """Add a variable to the inner optimizer."""
         return self._optimizer.add_variable(*args, **kwargs)
 
     def add_variable_from_reference(self, *args: object, **kwargs: object) -> Any:
-        """Add a variable to the inner optimizer's, shaped like one of the model's."""
+        """Add a variable to the inner optimizer, shaped like one of the model's."""
         return self._optimizer.add_variable_from_reference(*args, **kwargs)
 
     def update_step(self, gradient: Gradient, variable: tf.Variable) -> Any:
-        """Have the inner optimizer update a variable, with an unscaled gradient and without a check."""
+        """Let the inner optimizer update a variable with an unscaled gradient, without a check."""
         return self._optimizer.update_step(gradient, variable)
 
     def compute_gradients(
@@ -242,12 +242,12 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
         """Return unscaled gradients with their variables.
 
         Args:
-            loss: a callable that returns the loss, or the loss itself, of `tape`.
+            loss: a callable that returns the loss, or the loss itself, computed under `tape`.
             var_list: a variable, several, or a callable that returns them.
-            tape: the tape that has watched a loss that is not callable.
+            tape: the tape of a loss that is not callable.
 
         Raises:
-            UsageError: for a loss that is not callable, without a tape.
+            UsageError: for a loss that is neither callable nor has a tape.
         """
         check_tape(loss, tape)
         variables = var_list if callable(var_list) else flat_variables("var_list", var_list)
@@ -267,9 +267,9 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
         self._optimizer.set_weights(weights)
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Save the state of the scale, and into a dict the inner optimizer's variables as well.
+        """Save the state of the scale. Into a dict, save the inner optimizer's variables as well.
 
-        In a file tf_keras saves those itself, beside this.
+        In a file tf_keras itself saves those next to it.
         """
         check_store(store)
         if isinstance(store, dict):
@@ -305,7 +305,7 @@ class LossScaleOptimizer(OverTfKeras, theirs.LossScaleOptimizerV3):
 
 
 def _plain(value: Any) -> Any:
-    """Return a number, or a list of them, as JSON can hold it: inf and NaN as text."""
+    """Return a number, or a list of them, in a form that JSON can hold: inf and NaN as text."""
     if isinstance(value, list):
         return [_plain(number) for number in value]
     return value if math.isfinite(value) else str(value)

@@ -1,7 +1,7 @@
 """The state of a loss scale in the place where tf_keras expects its own.
 
-tf_keras's LossScaleOptimizer asks an object of its own for the scale, and has it check the gradients before
-it decides whether to apply them: here that object follows a policy.
+tf_keras's LossScaleOptimizer has an object that holds the scale and checks the gradients, and asks it whether
+to apply them. Here that object follows a policy.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
 
     Args:
         policy: the rule in force.
-        buffers: those of the model, to check after a skipped step.
+        buffers: the buffers of the model, to check after a skipped step.
         guard: the rule that skips spikes, if there is one.
 
     Attributes:
@@ -164,7 +164,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
             grads: unscaled gradients, maybe nested; in a cross-replica context those of each replica.
 
         Returns:
-            The op that does it, and whether to take the step.
+            The op that advances the policy, and whether to take the step.
 
         Raises:
             ScaleExhausted: eagerly, if the policy gives up on this step.
@@ -204,7 +204,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         """Raise if the policy gave up in a graph, which cannot raise, until a state is loaded.
 
         Raises:
-            ScaleExhausted: naming the scale at which it gave up first.
+            ScaleExhausted: with the scale at which it first gave up.
         """
         if self.policy.gives_up:
             raise_if_exhausted(self.policy, self._numbers())
@@ -229,8 +229,10 @@ class LossScaleState(theirs._DynamicLossScaleState):
         """Set the variables to the result of `numbers`, perhaps of another policy or guard.
 
         Raises:
-            PolicyError: for numbers that training cannot resume from. Nothing was changed.
-            UserWarning: a warning, for a scale outside the policy's bounds, which is kept.
+            PolicyError: for numbers that training cannot resume from. Then nothing is changed.
+
+        Warns:
+            UserWarning: for a scale outside the policy's bounds, which is kept.
         """
         check_counts(saved, ["steps", "skipped_steps"])
         self._write_policy(self._known.resume(self.policy, saved))
@@ -264,7 +266,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         return int(self._numbers().skipped_steps)
 
     def _measured(self, grads: Sequence[Gradient | None], scale: tf.Tensor) -> Measured[tf.Tensor]:
-        """Measure unscaled gradients. The statistics for the policy are those from before unscaling."""
+        """Measure unscaled gradients. The policy's statistics are converted to what they were when scaled."""
         needs = self.policy.needs
         stats = gradient_stats(needs, self.policy.edge / scale, grads) if needs else {}
         if "peak" in stats:
@@ -285,7 +287,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         )._replace(steps=0, skipped_steps=0)  # so that those after a step are its increments
 
     def _guard_state(self, value_of: Callable[[tf.Variable], Any]) -> Any:
-        """Return the guard's state, with what a function makes of its variables."""
+        """Return the guard's state, with a function applied to its variables."""
         assert self.guard is not None  # asked only with a guard
         variables = iter(self._guard_leaves.values())
         return map_state(lambda _: value_of(next(variables)), self.guard.start())
@@ -335,17 +337,17 @@ class LossScaleState(theirs._DynamicLossScaleState):
 
 
 class Losses:
-    """The sum of the losses that were scaled since the last update, not scaled themselves.
+    """The unscaled sum of the losses that were scaled since the last update.
 
-    That is the loss whose gradients the update applies, where each is scaled once; with several replicas
-    it is the sum over them, as that of the gradients is. It is not known if one of the losses is not a
-    single real number, and in graphs of TensorFlow 1, which run no assignment that nothing depends on.
+    If each is scaled once, it is the loss whose gradients the update applies. Over several replicas it is
+    summed, as the gradients are. It is not known if one of the losses is not a single real number, nor in
+    TensorFlow 1 graphs, which run no assignment that nothing depends on.
 
     Args:
         guard: the guard that uses the loss, if there is one.
 
     Attributes:
-        variables: by name, scalars. A checkpoint does not need them, an exported function does.
+        variables: scalars, by name. An exported function needs them; a checkpoint does not.
     """
 
     def __init__(self, guard: Guard[Any] | None = None) -> None:
@@ -457,11 +459,11 @@ def _finite_and_norm(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return whether the gradients of all replicas are finite, and their global L2 norm.
 
-    tf_keras hands over the sum over replicas, which all of them have. If it was told not to sum, the norm is
-    that of the first replica or, where they must agree on it, the mean over replicas.
+    tf_keras passes the sum over replicas, which is the same on all of them. If it was told not to sum, the
+    norm is that of the first replica or, where they must agree on it, the mean over replicas.
 
     Args:
-        grads: unscaled; in a cross-replica context those of each replica.
+        grads: unscaled gradients; in a cross-replica context those of each replica.
         agrees: whether all replicas need the same norm, because a guard decides by it.
     """
 
