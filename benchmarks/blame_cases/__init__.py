@@ -1,20 +1,24 @@
-"""Training steps with a planted fault and without, which `preamp.torch.blame` has to tell apart.
+"""Training steps with a planted fault and without, which `blame` has to tell apart.
 
-They were written without knowing how blame works. Run: python benchmarks/blame_cases/run.py
+PyTorch's are in `models`, `faults` and `healthy`, those of JAX in `jax_models` and `jax_faults`. They were
+written without knowing how blame works. Run: python benchmarks/blame_cases/run.py
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-import torch
-from torch import Tensor, nn
+from preamp.autocasting.blame import Blame
 
-from preamp.autocasting.tables import Casting
+__all__ = ["OUTSIDE", "Case", "Errors", "Harm", "Healthy", "Step", "harm"]
 
-__all__ = ["OUTSIDE", "Case", "Step"]
+FACTOR, LOST = 3.0, 0.3  # what a fault has to do: multiply an error, or lose a share of a gradient
+UNSOUND = 0.25  # an error of the gradient that needs no fault
+LARGEST_SCALE, SMALLEST_SCALE = 16, -24  # of the loss scales that are tried, as powers of 2
+LOSS_FLOOR = 1 / 8  # of the precision: a loss that is closer to float32's by luck counts as this close
 
 OUTSIDE = "-"
 """The path of what no module below the root calls: the loss function and the root's own forward."""
@@ -24,8 +28,10 @@ ALIKE = {
     **dict.fromkeys(("half", "bfloat16", "float", "type", "type_as", "_to_copy"), "to"),
     "_log_softmax": "log_softmax",
     "_softmax": "softmax",
+    "add_any": "add",
     "bmm": "matmul",
     "cross_entropy_loss": "cross_entropy",
+    "integer_pow": "pow",
     "mm": "matmul",
     "native_group_norm": "group_norm",
     "native_layer_norm": "layer_norm",
@@ -35,25 +41,69 @@ ALIKE = {
 }
 
 
-@dataclass(frozen=True)
-class Step:
-    """A training step, as blame gets it.
+class Errors(NamedTuple):
+    """How far a step in low precision is from the same in float32.
 
     Attributes:
-        loss_fn: returns the loss, a scalar, from `args`; it calls `model`.
-        args: what it is given.
-        model: whose modules and weights the step is about.
-        dtype: the low precision.
-        casting: an edited table of operators, if the step has one.
-        loss_scale: the loss scale; None for what a dynamic scaler would settle at, at most 2^16.
+        loss: the relative error of the loss.
+        gradient: the relative error of the whole gradient, as a vector.
+        lost: the larger of the share of the gradient's norm and of one weight's entries that became 0.
+        finite: whether the loss and all gradients are finite.
     """
 
-    loss_fn: Callable[..., Tensor]
-    args: tuple[Any, ...]
-    model: nn.Module
-    dtype: torch.dtype
-    casting: Casting | None = None
-    loss_scale: float | None = None
+    loss: float
+    gradient: float
+    lost: float
+    finite: bool
+
+
+class Step(Protocol):
+    """A training step."""
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next number of the low precision."""
+
+    def blame(self) -> Blame:
+        """Return what blame says of it."""
+
+    def errors(self, seed: int) -> Errors:
+        """Return how far it is from float32, measured without blame."""
+
+
+class Harm(NamedTuple):
+    """What a fault does: the errors of the step with it and without it."""
+
+    fault: Errors
+    sound: Errors
+    epsilon: float
+
+    @property
+    def factor(self) -> float:
+        """How many times larger it makes the error of the loss or the gradient; inf if one is not finite."""
+        if not self.fault.finite:
+            return math.inf
+        of_loss = self.fault.loss / max(self.sound.loss, LOSS_FLOOR * self.epsilon)
+        return max(of_loss, self.fault.gradient / self.sound.gradient)
+
+    @property
+    def hurts(self) -> bool:
+        """Whether it does enough to be a fault, and the step without it is sound."""
+        loses = self.fault.lost >= max(LOST, FACTOR * self.sound.lost)
+        is_sound = self.sound.finite and self.sound.gradient < UNSOUND
+        return is_sound and (self.factor >= FACTOR or loses)
+
+
+class Healthy(NamedTuple):
+    """A step without a fault.
+
+    Attributes:
+        name: the model with its options, how many steps it was trained, and the precision.
+        build: makes the step from a seed.
+    """
+
+    name: str
+    build: Callable[[int], Step]
 
 
 @dataclass(frozen=True)
@@ -95,6 +145,12 @@ class Case:
             return True
         at_place = any(_is_at(row.module, place) for place in self.modules)
         return at_place and (not self.operators or _is_one(row.operator, self.operators))
+
+
+def harm(case: Case, seed: int) -> Harm:
+    """Return what the fault of a case does."""
+    step = case.build(seed)
+    return Harm(step.errors(seed), case.sound(seed).errors(seed), step.epsilon)
 
 
 def _is_at(path: str, place: str) -> bool:

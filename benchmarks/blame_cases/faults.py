@@ -1,125 +1,27 @@
-"""The planted faults, and what each of them does to the loss and the gradient.
-
-`harm` measures that with a region, a loss scale set by hand and a run in float32. `CASES` are the faults.
-"""
+"""The faults that are planted in the models of PyTorch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from blame_cases import OUTSIDE, Case, Step, models
+from blame_cases import OUTSIDE, Case, models
+from blame_cases.models import Step
 from preamp import casting
 from preamp.autocasting.tables import Casting
-from preamp.torch import autocast
 
-__all__ = ["CASES", "Harm", "harm", "measure"]
+__all__ = ["CASES"]
 
 FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 BOTH = (FLOAT16, BFLOAT16)
 SHORT = {FLOAT16: "float16", BFLOAT16: "bfloat16"}
-FACTOR, LOST = 3.0, 0.3  # what a fault has to do: multiply an error, or lose a share of a gradient
-UNSOUND = 0.25  # an error of the gradient that needs no fault
-LARGEST_SCALE, SMALLEST_SCALE = 16, -24  # as powers of 2
-LOSS_FLOOR = 1 / 8  # of the precision: a loss that is closer to float32's by luck counts as this close
 
 Plant = Callable[[nn.Module], None]
-
-
-class Errors(NamedTuple):
-    """How far a step in low precision is from the same in float32.
-
-    Attributes:
-        loss: the relative error of the loss.
-        gradient: the relative error of the whole gradient, as a vector.
-        lost: the larger of the share of the gradient's norm and of one weight's entries that became 0.
-        finite: whether the loss and all gradients are finite.
-    """
-
-    loss: float
-    gradient: float
-    lost: float
-    finite: bool
-
-
-class Harm(NamedTuple):
-    """What a fault does: the errors of the step with it and without it."""
-
-    fault: Errors
-    sound: Errors
-    dtype: torch.dtype
-
-    @property
-    def factor(self) -> float:
-        """How many times larger it makes the error of the loss or the gradient; inf if one is not finite."""
-        if not self.fault.finite:
-            return math.inf
-        floor = LOSS_FLOOR * torch.finfo(self.dtype).eps
-        of_loss = self.fault.loss / max(self.sound.loss, floor)
-        return max(of_loss, self.fault.gradient / self.sound.gradient)
-
-    @property
-    def hurts(self) -> bool:
-        """Whether it does enough to be a fault, and the step without it is sound."""
-        loses = self.fault.lost >= max(LOST, FACTOR * self.sound.lost)
-        is_sound = self.sound.finite and self.sound.gradient < UNSOUND
-        return is_sound and (self.factor >= FACTOR or loses)
-
-
-def measure(step: Step, seed: int) -> Errors:
-    """Return the errors of a step: a low-precision run against a run in float32."""
-    models.set_low(step.model, torch.float32)
-    torch.manual_seed(seed)
-    exact = step.loss_fn(*step.args)
-    wanted = _gradients(exact, step.model)
-    models.set_low(step.model, step.dtype)
-    torch.manual_seed(seed)
-    with autocast("cpu", step.dtype, casting=step.casting, model=step.model, emulate=True):
-        loss = step.loss_fn(*step.args)
-    gradients = _scaled_gradients(loss, step)
-    finite = bool(loss.isfinite()) and all(bool(gradient.isfinite().all()) for gradient in gradients)
-    pairs = list(zip(gradients, wanted, strict=True))
-    norm = _norm(wanted)
-    gone = [(gradient == 0) & (right != 0) for gradient, right in pairs]
-    lost_norm = _norm([right * zero for right, zero in zip(wanted, gone, strict=True)]) / norm
-    return Errors(
-        loss=float((loss.detach() - exact.detach()).abs() / exact.detach().abs()),
-        gradient=_norm([gradient - right for gradient, right in pairs]) / norm,
-        lost=max(lost_norm, max(float(zero.float().mean()) for zero in gone)),
-        finite=finite,
-    )
-
-
-def harm(case: Case, seed: int) -> Harm:
-    """Return what the fault of a case does."""
-    step = case.build(seed)
-    return Harm(measure(step, seed), measure(case.sound(seed), seed), step.dtype)
-
-
-def _scaled_gradients(loss: Tensor, step: Step) -> list[Tensor]:
-    """Return the unscaled gradients with the step's loss scale, or the largest that does not overflow."""
-    if step.loss_scale is not None:
-        return _gradients(loss, step.model, step.loss_scale)
-    for power in range(LARGEST_SCALE, SMALLEST_SCALE - 1, -1):
-        gradients = _gradients(loss, step.model, 2.0**power)
-        if all(bool(gradient.isfinite().all()) for gradient in gradients):
-            break
-    return gradients
-
-
-def _gradients(loss: Tensor, model: nn.Module, scale: float = 1.0) -> list[Tensor]:
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    gradients = torch.autograd.grad(loss * scale, weights, retain_graph=True, materialize_grads=True)
-    return [gradient.double() / scale for gradient in gradients]
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
 @dataclass(frozen=True)

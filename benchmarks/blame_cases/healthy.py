@@ -1,29 +1,17 @@
-"""Training steps without a fault, of which blame should find nobody guilty."""
+"""Training steps of PyTorch without a fault, of which blame should find nobody guilty."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from blame_cases import Step
+from blame_cases import Healthy
 from blame_cases.faults import BOTH, SHORT, Builder
 
 __all__ = ["HEALTHY", "Healthy"]
-
-
-class Healthy(NamedTuple):
-    """A step without a fault.
-
-    Attributes:
-        name: the model with its options, how many steps it was trained, and the precision.
-        build: makes the step from a seed.
-    """
-
-    name: str
-    build: Callable[[int], Step]
 
 
 def _in_both(model: str, *, trained: int = 0, rate: float = 0.1, **options: Any) -> Iterator[Healthy]:

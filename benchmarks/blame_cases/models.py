@@ -17,11 +17,95 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blame_cases import OUTSIDE, Step
+from blame_cases import LARGEST_SCALE, OUTSIDE, SMALLEST_SCALE, Errors
+from preamp.autocasting.blame import Blame
+from preamp.autocasting.tables import Casting
+from preamp.torch import autocast, blame
 
 WORDS, LENGTH, BATCH = 64, 24, 4
 LARGE_VOCABULARY = 4000
 TERMS, CHUNKS = 256, 400  # of the long sums: 1e5 terms in all
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step, as blame gets it.
+
+    Attributes:
+        loss_fn: returns the loss, a scalar, from `args`; it calls `model`.
+        args: what it is given.
+        model: whose modules and weights the step is about.
+        dtype: the low precision.
+        casting: an edited table of operators, if the step has one.
+        loss_scale: the loss scale; None for what a dynamic scaler would settle at, at most 2^16.
+    """
+
+    loss_fn: Callable[..., Tensor]
+    args: tuple[Any, ...]
+    model: nn.Module
+    dtype: torch.dtype
+    casting: Casting | None = None
+    loss_scale: float | None = None
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next number of the low precision."""
+        return torch.finfo(self.dtype).eps
+
+    def blame(self) -> Blame:
+        """Return what blame says of it."""
+        return blame(
+            self.loss_fn,
+            *self.args,
+            model=self.model,
+            dtype=self.dtype,
+            casting=self.casting,
+            loss_scale=self.loss_scale,
+        )
+
+    def errors(self, seed: int) -> Errors:
+        """Return how far a run in low precision is from one in float32, without blame."""
+        set_low(self.model, torch.float32)
+        torch.manual_seed(seed)
+        exact = self.loss_fn(*self.args)
+        wanted = _gradients(exact, self.model)
+        set_low(self.model, self.dtype)
+        torch.manual_seed(seed)
+        with autocast("cpu", self.dtype, casting=self.casting, model=self.model, emulate=True):
+            loss = self.loss_fn(*self.args)
+        gradients = _scaled_gradients(loss, self)
+        finite = bool(loss.isfinite()) and all(bool(gradient.isfinite().all()) for gradient in gradients)
+        pairs = list(zip(gradients, wanted, strict=True))
+        norm = _norm(wanted)
+        gone = [(gradient == 0) & (right != 0) for gradient, right in pairs]
+        lost_norm = _norm([right * zero for right, zero in zip(wanted, gone, strict=True)]) / norm
+        return Errors(
+            loss=float((loss.detach() - exact.detach()).abs() / exact.detach().abs()),
+            gradient=_norm([gradient - right for gradient, right in pairs]) / norm,
+            lost=max(lost_norm, max(float(zero.float().mean()) for zero in gone)),
+            finite=finite,
+        )
+
+
+def _scaled_gradients(loss: Tensor, step: Step) -> list[Tensor]:
+    """Return the unscaled gradients with the step's loss scale, or the largest that does not overflow."""
+    if step.loss_scale is not None:
+        return _gradients(loss, step.model, step.loss_scale)
+    for power in range(LARGEST_SCALE, SMALLEST_SCALE - 1, -1):
+        gradients = _gradients(loss, step.model, 2.0**power)
+        if all(bool(gradient.isfinite().all()) for gradient in gradients):
+            break
+    return gradients
+
+
+def _gradients(loss: Tensor, model: nn.Module, scale: float = 1.0) -> list[Tensor]:
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    gradients = torch.autograd.grad(loss * scale, weights, retain_graph=True, materialize_grads=True)
+    return [gradient.double() / scale for gradient in gradients]
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
 class Part(nn.Module):

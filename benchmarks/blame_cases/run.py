@@ -1,6 +1,7 @@
 """How often blame names the fault that was planted in a training step, and nobody where none was.
 
-Run: python benchmarks/blame_cases/run.py [--seeds 1] [--only SUBSTRING] [--json FILE] [--harm]
+Run: python benchmarks/blame_cases/run.py [--framework jax] [--seeds 1] [--only SUBSTRING] [--json FILE]
+     [--harm]
 
 A fault is found if a row of the result names it, `Case.guilty`: the first row, one of the first three, or one
 that blame calls guilty. Two simpler ways to order the same rows are beside it: by the error that an operator
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -28,9 +30,9 @@ import torch
 # The package's modules import each other by its name, so the imports after this line cannot come before it.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from blame_cases import Case, Step  # noqa: E402
-from blame_cases.faults import CASES, Harm, harm, measure  # noqa: E402
-from blame_cases.healthy import HEALTHY, Healthy  # noqa: E402
+from blame_cases import Case, Harm, Healthy, harm  # noqa: E402
+from blame_cases.faults import CASES  # noqa: E402
+from blame_cases.healthy import HEALTHY  # noqa: E402
 
 TOP = 3
 SHOWN = 3  # rows that are shown of a result that missed
@@ -97,15 +99,16 @@ class Acquittal:
 def main() -> None:
     """Run the cases and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--framework", choices=["torch", "jax"], default="torch", help="whose cases to run")
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds each case has")
     parser.add_argument("--only", default="", help="part of the name or kind of the cases to run")
     parser.add_argument("--json", type=Path, help="where to write the outcomes")
     parser.add_argument("--harm", action="store_true", help="show what the faults do")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of gradients in float16 that underflow, which is the point
-    cases = [case for case in CASES if options.only in f"{case.kind}: {case.name}"]
-    healthy = [each for each in HEALTHY if options.only in f"healthy: {each.name}"]
+    all_cases, all_healthy = bench(options.framework)
+    cases = [case for case in all_cases if options.only in f"{case.kind}: {case.name}"]
+    healthy = [each for each in all_healthy if options.only in f"healthy: {each.name}"]
     seeds = range(options.seeds)
     if options.harm:
         written: object = _print_harm(cases, healthy, seeds)
@@ -124,11 +127,24 @@ def main() -> None:
         options.json.write_text(json.dumps(written, indent=1) + "\n")
 
 
+def bench(framework: str) -> tuple[Sequence[Case], Sequence[Healthy]]:
+    """Return the faults and the healthy steps of a framework."""
+    if framework == "torch":
+        torch.set_num_threads(1)
+        return CASES, HEALTHY
+    # XLA leaves out casts to low precision, unless it is told before it starts. Compiling takes the longest.
+    flags = "--xla_allow_excess_precision=false --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    from blame_cases import jax_faults
+
+    return jax_faults.CASES, jax_faults.HEALTHY
+
+
 def judge(case: Case, seed: int) -> Outcome:
     """Run blame on a fault and compare."""
     step, start = case.build(seed), time.perf_counter()
     try:
-        result = _blame(step)
+        result = step.blame()
     except Exception as error:  # a miss, and no reason to stop
         result = None
         named: tuple[str, ...] = (_shown_error(error),)
@@ -156,23 +172,10 @@ def acquit(each: Healthy, seed: int) -> Acquittal:
     """Run blame on a healthy step."""
     step, start = each.build(seed), time.perf_counter()
     try:
-        named = tuple(map(_shown, list(_blame(step).guilty)[:SHOWN]))
+        named = tuple(map(_shown, list(step.blame().guilty)[:SHOWN]))
     except Exception as error:  # a miss, and no reason to stop
         named = (_shown_error(error),)
     return Acquittal(each.name, seed, not named, named, time.perf_counter() - start)
-
-
-def _blame(step: Step) -> Any:
-    from preamp.torch import blame  # `--harm` runs without it
-
-    return blame(
-        step.loss_fn,
-        *step.args,
-        model=step.model,
-        dtype=step.dtype,
-        casting=step.casting,
-        loss_scale=step.loss_scale,
-    )
 
 
 def _shown(row: Any) -> str:
@@ -260,7 +263,7 @@ def _print_harm(
     sound: list[dict[str, Any]] = []
     for each in healthy:
         for seed in seeds:
-            errors = measure(each.build(seed), seed)
+            errors = each.build(seed).errors(seed)
             cells = [f"{errors.loss:.1e}", f"{errors.gradient:.1e}", f"{errors.lost:.0%}"]
             table.append([each.name, str(seed), *cells])
             sound.append({"name": each.name, "seed": seed, **errors._asdict()})

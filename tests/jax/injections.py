@@ -9,7 +9,7 @@ import numpy as np
 from preamp.autocasting.tables import DEFAULT
 from preamp.jax.autocasting.transform import region
 from preamp.jax.blaming.operations import Operation
-from preamp.jax.blaming.rows import charged_to, key_of
+from preamp.jax.blaming.rows import key_of, owners_of
 from preamp.jax.blaming.step import traced, weight_of
 from preamp.jax.blaming.tape import Tape, Variable
 
@@ -36,16 +36,17 @@ def measured_effects(
 
     The unit is that of `BlameRow.effect`.
     """
-    step = traced(loss_fn, params, args, {}, region(low, DEFAULT, True))
+    inside = region(low, DEFAULT, True)
+    step = traced(loss_fn, params, args, {}, inside)
     scale = settings.get("loss_scale", 1.0)
     tape = Watched()
     tape.run(step.program, step.operands(tape, scale))
-    charged = charged_to(tape.calls)
+    owners = owners_of(tape.calls, inside)
     errors: dict[Any, dict[int, Any]] = {}
     for call in tape.calls:
         error = tape.lost.get(call.index)
         if error is not None and np.abs(error).max(initial=0):
-            errors.setdefault(key_of(charged.get(call, call)), {})[call.index] = error
+            errors.setdefault(key_of(owners.get(call, call)), {})[call.index] = error
 
     def gradients(injected: dict[int, list[Any]]) -> list[Any]:
         exact = Tape(in_float32=True, errors=injected)

@@ -325,6 +325,42 @@ def test_a_cast_that_a_user_writes_stands_for_itself() -> None:
     assert int(cast.source.partition(":")[2]) + 1 == int(sine.source.partition(":")[2])
 
 
+def test_a_cast_of_what_an_argument_in_float32_made_wide_is_not_charged_to_what_computed_it() -> None:
+    def loss(p: Any, x: Any, far: Any) -> Any:
+        h = x @ p["up"] + far
+        low = h.astype(jnp.bfloat16)
+        return cross_entropy((low.astype(jnp.float32) - far) @ p["down"])
+
+    far = jnp.broadcast_to(jnp.linspace(300.0, 400.0, len(X))[:, None], X.shape)  # no bias: it differs by row
+    row = blame(loss, PARAMS, X, far).guilty[0]
+    assert (row.operator, row.direction) == ("convert_element_type", "forward")
+
+
+def test_what_a_result_in_float32_loses_within_a_line_is_charged_to_what_computed_it() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        low = (x @ p["up"]).astype(jnp.bfloat16)
+        total = jnp.abs(jnp.sum(jnp.exp(low), -1)) + 100
+        return jnp.square(total.astype(jnp.float32) - 100).mean()
+
+    rows = {(row.operator, row.direction): row for row in blame(loss, PARAMS, X).rows}
+    assert rows["reduce_sum", "forward"].local_error > 1e-3
+    assert ("abs", "forward") not in rows
+
+
+@pytest.mark.parametrize("operator", ["cumsum", "reduce_sum", "exp"])
+def test_what_a_table_lowers_is_charged_for_its_own_roundings(operator: str) -> None:
+    def loss(p: Any, x: Any) -> Any:
+        h = jnp.cumsum(jnp.exp(jnp.tanh(x @ p["up"])), -1)
+        h = h - 10.0
+        total = jnp.sum(h, -1)
+        return jnp.square(total).mean()
+
+    table = casting.DEFAULT.lower(operator)
+    lost = {row.operator for row in blame(loss, PARAMS, X, casting=table).rows if row.direction == "forward"}
+    assert operator in lost
+    assert not lost & {"convert_element_type", "sub"}
+
+
 def test_nothing_is_written_to_and_nothing_depends_on_what_ran_before() -> None:
     class Normed(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

@@ -20,9 +20,10 @@ from preamp.autocasting.tables import JAX, Rule
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.counting import LAYOUT, flops_of
 from preamp.jax.autocasting.lookahead import EXACT, MOVES
+from preamp.jax.autocasting.settings import Settings
 from preamp.jax.blaming.effects import Effect
 from preamp.jax.blaming.losses import Lost
-from preamp.jax.blaming.operations import Operation
+from preamp.jax.blaming.operations import Operation, is_low
 from preamp.jax.blaming.tape import Call, Node, Tape, made_by
 
 _PARTS: Mapping[Rule | None, Part] = {"lower": "product", "float32": "sensitive"}
@@ -74,11 +75,14 @@ class _Sums:
         self.peak = max(self.peak, *(float(each.peak) for each in losses))
 
 
-def rows_of(tape: Tape, effects: Mapping[Call, Sequence[Effect]], loss: float) -> list[BlameRow]:
+def rows_of(
+    tape: Tape, owners: Mapping[Call, Call], effects: Mapping[Call, Sequence[Effect]], loss: float
+) -> list[BlameRow]:
     """Return a row for each operator that lost something, in no order.
 
     Args:
         tape: what ran.
+        owners: of casts, as `owners_of` returns them.
         effects: of each call that was compared.
         loss: the absolute value of the loss.
     """
@@ -86,8 +90,10 @@ def rows_of(tape: Tape, effects: Mapping[Call, Sequence[Effect]], loss: float) -
     fetched: Any = jax.device_get(list(zip(numbers, effects.values(), strict=True)))
     measured = dict(zip(effects, fetched, strict=True))
     found: dict[Key, _Sums] = {}
-    for call, owner in owners(tape.calls):  # in this order, so that a row begins with what ran first
-        operation = _operation(call)
+    for call in tape.calls:  # in this order, so that a row begins with what ran first
+        if not call.losses:
+            continue
+        owner, operation = owners.get(call, call), _operation(call)
         sums = found.setdefault(key_of(owner), _Sums(owner))
         sums.calls.add(owner)
         if operation.rounds and owner in (call, made_by(call.operands[0])):
@@ -98,22 +104,16 @@ def rows_of(tape: Tape, effects: Mapping[Call, Sequence[Effect]], loss: float) -
     return [_row(key, sums, tape.count) for key, sums in lossy]
 
 
-def errors_of(row: BlameRow, calls: Sequence[Call]) -> dict[int, list[Any]]:
+def errors_of(row: BlameRow, calls: Iterable[Call], owners: Mapping[Call, Call]) -> dict[int, list[Any]]:
     """Return the errors of a row alone, by the index of the call, for `Tape(errors=...)`."""
     key = Key(row.module, row.operator, row.source, row.direction)
-    own = (call for call, owner in owners(calls) if key_of(owner) == key)
+    own = (call for call in calls if call.losses and key_of(owners.get(call, call)) == key)
     return {call.index: [each.delta for each in call.losses] for call in own}
 
 
-def owners(calls: Sequence[Call]) -> Iterator[tuple[Call, Call]]:
-    """Yield each call that was compared with float32, in order, and the call that it is charged to."""
-    charged = charged_to(calls)
-    return ((call, charged.get(call, call)) for call in calls if call.losses)
-
-
-def low_flops(calls: Sequence[Call]) -> int:
+def low_flops(calls: Iterable[Call], owners: Mapping[Call, Call]) -> int:
     """Return the floating-point operations of the forward pass's products in low precision."""
-    rounded = {owner for cast, owner in charged_to(calls).items() if owner is made_by(cast.operands[0])}
+    rounded = {owner for cast, owner in owners.items() if owner is made_by(cast.operands[0])}
     lows = (
         call.operation
         for call in calls
@@ -177,15 +177,20 @@ def _inputs(call: Call) -> list[str]:
     return sorted(dtypes, key=lambda name: (-jnp.dtype(name).itemsize, name))
 
 
-def charged_to(calls: Iterable[Call]) -> dict[Call, Call]:
+def owners_of(calls: Iterable[Call], settings: Settings) -> dict[Call, Call]:
     """Return for each cast the call that it is charged to; casts that a user wrote stand for themselves.
 
     - A rounding of a result that was computed from low numbers belongs to what computed it.
-    - Other casts belong to the product that uses them first, or to what uses them at the same line.
+    - Other casts belong to the product that uses them first. If what uses them is at the same line instead,
+      they belong to what computed their operand there, as in `jnp.sum(x) + 1`, or else to what uses them.
     - A cast that nothing uses belongs to what computed its operand.
+
+    Args:
+        calls: what ran, in order.
+        settings: of the region, whose table tells products from what runs in float32.
     """
     held: dict[Node, str] = {}
-    charged: dict[Call, Call] = {}
+    owners: dict[Call, Call] = {}
     for call in calls:
         operation = call.operation
         given = {held.get(each, "") for each in call.operands if each.maker is not None}
@@ -193,38 +198,55 @@ def charged_to(calls: Iterable[Call]) -> dict[Call, Call]:
         if isinstance(operation, Operation) and operation.is_cast:
             if operation.low is not None:
                 held.update((each, str(operation.low)) for each in call.results)
-                charged[call] = _owner(call, held)
+                owners[call] = _owner(call, held, settings)
             continue
         if operation.name in EXACT or not isinstance(operation, Operation):
             held.update((each, only) for each in call.results)
         elif operation.low is not None:
             held.update((each, str(operation.low)) for each in call.results)
-    return charged
+    return owners
 
 
-def _owner(cast: Call, held: Mapping[Node, str]) -> Call:
+def _owner(cast: Call, held: Mapping[Node, str], settings: Settings) -> Call:
     operation, maker = _operation(cast), made_by(cast.operands[0])
     if maker is not None and not _computes(maker):
         maker = None
-    if maker is not None and _is_low(maker, held, str(operation.low)):
+    if maker is not None and _is_low(maker, held, str(operation.low), settings):
         return maker
     user = next(_users(cast), None)
     if user is None:
         return maker or cast
-    using = _operation(user)
-    is_product = JAX.rules.get(using.name) == "lower"
-    is_same = (using.module, using.source) == (operation.module, operation.source)
-    return user if is_product or is_same else cast
+    if _rule(user, settings) == "lower":
+        return user
+    if _place(user) != _place(cast):
+        return cast
+    return user if maker is None or _place(maker) != _place(cast) else maker
 
 
-def _is_low(call: Call, held: Mapping[Node, str], low: str) -> bool:
+def _place(call: Call) -> tuple[str, str]:
+    operation = _operation(call)
+    return operation.module, operation.source
+
+
+def _rule(call: Call, settings: Settings) -> Rule | None:
+    operation = _operation(call)
+    return settings.inside(operation.module).rules.get(operation.name)
+
+
+def _is_low(call: Call, held: Mapping[Node, str], low: str, settings: Settings) -> bool:
     """Return whether a call computed with numbers of a low precision alone, and not by a rule for float32."""
-    rule = JAX.rules.get(call.operation.name)
+    rule = _rule(call, settings)
     if rule == "lower":
         return True
     if rule == "float32" and not call.is_backward:
         return False
-    return all(held.get(each) == low for each in call.operands if each.maker is not None)
+    pairs = zip(_operation(call).equation.invars, call.operands, strict=True)
+    return all(held.get(each) == low for atom, each in pairs if each.maker is not None or _is_wide(atom))
+
+
+def _is_wide(atom: Any) -> bool:
+    """Return whether an argument or a constant makes the result wide; numbers do not."""
+    return _is_float(atom) and bool(atom.aval.shape) and not is_low(atom.aval.dtype)
 
 
 def _users(call: Call) -> Iterator[Call]:

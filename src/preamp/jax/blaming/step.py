@@ -23,7 +23,7 @@ from preamp.jax.autocasting.module_scopes import module_scopes, scoped_method
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.autocasting.transform import region, rewritten
 from preamp.jax.blaming.effects import GRADIENTS, LOSS, measure, seed
-from preamp.jax.blaming.rows import errors_of, low_flops, rows_of
+from preamp.jax.blaming.rows import errors_of, low_flops, owners_of, rows_of
 from preamp.jax.blaming.tape import BackwardOverflow, Node, Tape, Variable
 from preamp.jax.jaxprs import ClosedJaxpr
 from preamp.jax.scaling.differentiation import pulled_back, refuse_stateful
@@ -134,14 +134,15 @@ def rehearsed(
     weights = list(map(weight_of, step.params))
     norm = _seed(results, weights, scale)
     del results  # which the derivative does not need
-    rows = rows_of(tape, measure(tape), size)
+    owners = owners_of(tape.calls, settings)
+    rows = rows_of(tape, owners, measure(tape), size)
     exact = cache(partial(step.gradients, tape, scale))
     if math.hypot(*(row.effect for row in rows)) > MISLEADING:
         exact_norm = _norm(exact(), weights, scale)
         rows = [replace(row, effect=row.effect * norm / exact_norm) for row in rows]
 
     def differences(row: BlameRow) -> Iterable[tuple[float, str]]:
-        changed = step.gradients(tape, scale, errors_of(row, tape.calls))
+        changed = step.gradients(tape, scale, errors_of(row, tape.calls, owners))
         return zip(map(_difference, changed, exact()), step.names, strict=True)
 
     found = Blame(
@@ -153,7 +154,7 @@ def rehearsed(
         loss_scale=scale,
         notes=(*notes, *tape.notes),
         flops=tape.flops,
-        low_flops=low_flops(tape.calls),
+        low_flops=low_flops(tape.calls, owners),
     )
     return found, differences
 
