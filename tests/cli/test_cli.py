@@ -71,6 +71,7 @@ def test_train_writes_traces_a_summary_and_a_report(tmp_path):
         assert trace.snapshots[0].low_dtype == run["precision"]
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == 3 + 4 * 3  # and of each name's snapshot three kinds of values
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "http://" not in re.sub(r'xmlns[^"]*"[^"]*"|<!DOCTYPE[^>]*>|rdf:\w+="[^"]*"', "", page)
     assert max(map(len, done.stdout.splitlines())) <= 80
 

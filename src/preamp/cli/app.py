@@ -703,7 +703,7 @@ def _write_training_report(
     path: Path, problem: Problem, runs: list[Run], rows: list[Row], emulate: bool, release: str
 ) -> None:
     from preamp.cli.lab.results import grouped, sentence
-    from preamp.report import Strip, write_report
+    from preamp.report import Strip, write_picture, write_report
 
     strips = []
     if problem.table.picture and problem.task == "autoencoder":
@@ -725,6 +725,9 @@ def _write_training_report(
         table=rows,
         footer=footer(f"{run.plan.name}: {run.plan.policy!r}" for run in runs if run.plan.policy),
     )
+    scaled = next((run for run in reversed(runs) if run.plan.policy and len(run.trace)), None)
+    if strips and scaled:
+        write_picture(path.with_suffix(".png"), strips, _curve(scaled.plan.name, scaled.trace))
 
 
 def _curve(name: str, trace: Trace) -> Curve:

@@ -10,7 +10,8 @@ except ImportError as error:
 from preamp.report.effects import effects_figure
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
 from preamp.report.heat import heat_figure
-from preamp.report.html import Strip, write_report
+from preamp.report.html import write_report
+from preamp.report.strips import Strip, write_picture
 
 __all__ = [
     "Curve",
@@ -19,6 +20,7 @@ __all__ = [
     "heat_figure",
     "loss_figure",
     "scale_figure",
+    "write_picture",
     "write_report",
     "zeros_figure",
 ]

@@ -97,16 +97,27 @@ def scale_figure(curves: Sequence[Curve]) -> str:
     title = f"loss scale ({what}{'' if count <= MOST_MARKS else ', one mark where they are close'})"
 
     def draw(axes: Axes, curve: Curve, style: Style) -> None:
-        axes.step(*_moves(curve.trace), where="post", **style)
-        most = MOST_MARKS // len(curves) if count > MOST_MARKS else None
-        for marker, color, of_spikes in (("v", "#222222", False), ("x", "#d55e00", True)):
-            marks = _marks(curve.trace, most, of_spikes=of_spikes)
-            if marks:
-                axes.plot(*zip(*marks, strict=True), marker, color=color, markersize=5, zorder=3)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$"))
+        draw_scale(axes, curve, style, MOST_MARKS // len(curves) if count > MOST_MARKS else None)
 
     return _svg(curves, title, draw)
+
+
+def draw_scale(axes: Axes, curve: Curve, style: Style, most: int | None = None) -> None:
+    """Draw the loss scale in powers of two, and its skipped steps.
+
+    Args:
+        axes: where to draw it.
+        curve: the trace.
+        style: of the line.
+        most: about how many marks there may be; None draws one for each skipped step.
+    """
+    axes.step(*_moves(curve.trace), where="post", **style)
+    for marker, color, of_spikes in (("v", "#222222", False), ("x", "#d55e00", True)):
+        marks = _marks(curve.trace, most, of_spikes=of_spikes)
+        if marks:
+            axes.plot(*zip(*marks, strict=True), marker, color=color, markersize=5, zorder=3)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda exponent, _: f"$2^{{{exponent:.0f}}}$"))
 
 
 @in_style

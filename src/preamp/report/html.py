@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from preamp.record.files import naming, replacing
 from preamp.record.snapshots import Snapshot, merge_snapshots
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
 from preamp.report.heat import TITLES, heat_figure, heat_table
+from preamp.report.strips import Strip, side_by_side
 
 MOST_SNAPSHOTS = 4
 
@@ -51,19 +51,6 @@ footer { margin-top: 2.5rem; color: #666; font-size: 0.85rem; overflow-wrap: any
   td:not(:first-child)::before { content: attr(data-label); color: #666; }
 }
 """
-
-
-@dataclass(frozen=True)
-class Strip:
-    """A row of small pictures with a name.
-
-    Attributes:
-        name: the text beside it.
-        pictures: gray levels from 0 (white) to 1 (black), of shape (pictures, height, width).
-    """
-
-    name: str
-    pictures: NDArray[np.float32]
 
 
 def write_report(
@@ -183,10 +170,9 @@ def _pictures(strips: Sequence[Strip], title: str) -> list[str]:
 
 
 def _png(pictures: NDArray[np.float32]) -> str:
-    """Return the pictures beside each other, a blank column between, as a data address."""
-    padded = np.pad(pictures, ((0, 0), (1, 1), (1, 1)))
+    """Return the pictures beside each other, as a data address."""
     buffer = io.BytesIO()
-    imsave(buffer, np.hstack(list(padded)), cmap="gray_r", vmin=0.0, vmax=1.0, format="png")
+    imsave(buffer, side_by_side(pictures), cmap="gray_r", vmin=0.0, vmax=1.0, format="png")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
