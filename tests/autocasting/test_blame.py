@@ -147,3 +147,17 @@ def test_json_has_everything_and_no_number_that_json_has_not(given_rows: list[Bl
         assert values["guilty"] == row.guilty
         assert values["operator"] == row.operator
         assert float(values["severity"]) == row.severity
+
+
+@pytest.mark.parametrize(
+    ("accused", "expected"),
+    [
+        ([ROW], True),
+        ([ROW, replace(ROW, direction="backward")], True),
+        ([ROW, replace(ROW, part="sensitive")], False),
+        ([replace(ROW, overflowed=3)], False),
+    ],
+)
+def test_where_only_products_are_accused_the_summary_says_what_amplifies_them(accused, expected):
+    found = blame(*(replace(row, effect=1.0) for row in accused), replace(ROW, part="other"))
+    assert ("Only products are accused" in found.summary()) is expected
