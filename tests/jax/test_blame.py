@@ -17,6 +17,8 @@ from jax import lax
 from preamp import casting
 from preamp.errors import CastingError, PolicyError, UsageError
 from preamp.jax import autocast, blame, casts
+from preamp.jax.autocasting.transform import region
+from preamp.jax.blaming import step as steps
 from preamp.jax.blaming.operations import Operation
 
 from .blamed import HIDDEN, PARAMS, Loss, X, attention, cross_entropy, perceptron
@@ -416,6 +418,23 @@ def test_it_costs_four_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step == 5  # without the gradient of the input
     assert ran["dot_general"] == step + derivatives * step + derivatives * forward + forward
     assert ran["dot_general"] <= 4.2 * step
+
+
+def test_only_what_the_derivative_needs_is_kept_and_what_was_rounded_in_its_bits() -> None:
+    settings = region("bfloat16", None, True)
+    step = steps.traced(lambda p: jnp.mean((X @ p + 1.0) * 3.0 - 2.0), PARAMS["up"], (), {}, settings)
+    tape, _, _ = steps.run(step, settings, None)
+    kept = {
+        (call.operation.name, str(array.dtype))
+        for call in tape.calls
+        for array in call.kept
+        if array is not None and array.shape
+    }
+    assert {"dot_general", "add", "mul", "sub"} <= {call.operation.name for call in tape.calls}
+    assert kept == {("dot_general", "bfloat16")}
+    assert all(
+        lost.delta is None or lost.delta.dtype == jnp.bfloat16 for call in tape.calls for lost in call.losses
+    )
 
 
 def test_float32_is_no_less_than_that_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,11 +55,10 @@ def blame(
     For the first three rows that are accused, the step runs again in float32 with the errors of that row
     alone, which tells the parameter whose gradient they change most.
 
-    It costs four steps in float32, five with `emulate=False`, in products and convolutions. Parameters of
-    accused rows take one more each, and one together. Steps run operator by operator, with loops unrolled.
-    Memory is about four times a compiled step's: the values that the derivative of the step needs are kept
-    until then, and the errors until the end. Products in float32 have `precision="highest"`. Nothing is
-    written to the parameters or to modules of Flax NNX.
+    It costs four steps in float32, five with `emulate=False`, in products and convolutions. If a row is
+    accused, one more step is run, and one for each row that is measured. Operators run one by one, and loops
+    are unrolled. The peak of memory is about four times that of a compiled step. Products in float32 have
+    `precision="highest"`. Nothing is written to the parameters or to modules of Flax NNX.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(params, x):
