@@ -33,9 +33,9 @@ MODEL = "the model"  # the module whose path is empty
 SMALL = 2.0**-10  # of a gradient in float16, whose normal numbers end at 2**-14
 FAILED = "could not be compared"  # in the note of an operator
 ONLY_PRODUCTS = (
-    "Only products are accused. Their rounding is amplified by what comes after them, such as large attention "
-    "logits; or the gradients nearly cancel, as they do at a minimum. If the model is trained, blame an "
-    "earlier step, too."
+    "Only products are accused. Their rounding is amplified by what comes after them, such as large "
+    "attention logits; or the gradients nearly cancel, as they do at a minimum. If the model is trained, "
+    "blame an earlier step, too."
 )
 UNEXPLAINED = 8.0  # unit roundoffs: a change of the loss that the rows do not predict
 ROUNDOFFS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}

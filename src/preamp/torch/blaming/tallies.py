@@ -15,7 +15,7 @@ from preamp.autocasting.blame import BlameRow, Direction
 from preamp.torch.blaming.calls import part_of
 
 TINY = 1e-38
-PART = 2**18  # values that are computed with in float64 at a time
+PART = 2**20  # values that are summed in float64 at a time
 SUMS = ("squares", "total", "loss_change")  # of a tally, from which its row has effects
 
 
@@ -196,11 +196,13 @@ def sum_of(x: Tensor) -> float:
 
 
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut tensors of one shape into parts, in float64, which would be too large for the whole."""
-    for parts in zip(*(torch.split(tensor.reshape(-1), PART) for tensor in tensors), strict=True):
-        yield tuple(part.to(torch.complex128 if part.is_complex() else torch.float64) for part in parts)
+    """Cut tensors of one shape into parts, so that copies in float64 are small."""
+    return zip(*(torch.split(tensor.reshape(-1), PART) for tensor in tensors), strict=True)
 
 
-def _finite(x: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
-    value = float(reduce(x).real)
-    return value if math.isfinite(value) else float(reduce(torch.where(x.isfinite(), x, 0.0)).real)
+def _finite(x: Tensor, reduce: Callable[..., Tensor]) -> float:
+    dtype = torch.complex128 if x.is_complex() else torch.float64
+    value = float(reduce(x, dtype=dtype).real)
+    return (
+        value if math.isfinite(value) else float(reduce(torch.where(x.isfinite(), x, 0.0), dtype=dtype).real)
+    )
