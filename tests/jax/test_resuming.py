@@ -115,9 +115,7 @@ def test_a_state_that_was_cast_is_refused(dtype: Any, policy: Any) -> None:
             lambda state: jax.jit(step(lambda w: w.sum(), optimizer))(jnp.ones(2), state),
         ):
             name = jnp.dtype(dtype).name
-            with pytest.raises(
-                UsageError, match=rf"opt_state\.policy_state\.scale has dtype {name}.* Write"
-            ):
+            with pytest.raises(UsageError, match=rf"opt_state\.policy_state\.scale has dtype {name}.* Write"):
                 ask(wrong)
         restored = jax.tree.map(lambda old, new: old.astype(new.dtype), wrong, optimizer.init(jnp.ones(2)))
         step(lambda w: w.sum(), optimizer)(jnp.ones(2), restored)

@@ -15,7 +15,7 @@ from preamp.autocasting.blame import BlameRow, Direction
 from preamp.torch.blaming.calls import part_of
 
 TINY = 1e-38
-PART = 2**20  # values that are summed in float64 at a time
+PART = 2**15  # values that are summed in float64 at a time, in a CPU's cache
 SUMS = ("squares", "total", "loss_change")  # of a tally, from which its row has effects
 
 
@@ -196,8 +196,9 @@ def sum_of(x: Tensor) -> float:
 
 
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut tensors of one shape into parts, so that copies in float64 are small."""
-    return zip(*(torch.split(tensor.reshape(-1), PART) for tensor in tensors), strict=True)
+    """Cut tensors of one shape into parts on a CPU, where a sum in float64 makes a copy."""
+    size = PART if tensors[0].device.type == "cpu" else max(1, tensors[0].numel())
+    return zip(*(torch.split(tensor.reshape(-1), size) for tensor in tensors), strict=True)
 
 
 def _finite(x: Tensor, reduce: Callable[..., Tensor]) -> float:
