@@ -19,7 +19,7 @@ HOME = Path(__file__).resolve().parents[2]
 DOCS = HOME / "docs"
 # Files outside docs/ that a page includes, and the page.
 PAGES = {
-    HOME / "README.md": DOCS / "tour.md",
+    HOME / "README.md": DOCS / "index.md",
     HOME / "CHANGELOG.md": DOCS / "changelog.md",
     HOME / "CONTRIBUTING.md": DOCS / "contributing.md",
     HOME / "r/preamp/README.md": DOCS / "r.md",

@@ -64,8 +64,8 @@ def test_links_hold_where_the_file_is_read_as_it_is(page: Path):
 def test_a_link_out_of_the_documentation_leads_to_the_page_that_includes_the_file():
     written = "[a](../../README.md#tour) [b](../torch.md) [c](https://x.org/y.md) [d](#e)"
     page = DOCS / "start/torch.md"
-    assert links.relinked(written, page, page) == written.replace("../../README.md", "../tour.md")
-    assert links.relinked("[a](docs/torch.md)", HOME / "README.md", DOCS / "tour.md") == "[a](torch.md)"
+    assert links.relinked(written, page, page) == written.replace("../../README.md", "../index.md")
+    assert links.relinked("[a](docs/torch.md)", HOME / "README.md", DOCS / "index.md") == "[a](torch.md)"
 
 
 def test_the_diagram_has_each_layer_of_the_contract_below_the_one_that_may_import_it():
