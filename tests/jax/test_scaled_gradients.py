@@ -7,6 +7,7 @@ import functools
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -321,6 +322,36 @@ def test_a_value_that_is_told_is_recorded_instead() -> None:
     params = parameters()
     _, state = OPTIMIZER.update(scaled_of(), OPTIMIZER.init(params), params, value=jnp.float32(7.0))
     assert last_step(state).loss == 7.0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("function", "is_linear"),
+    [
+        (lambda g: g / 3, True),
+        (lambda g: -g.astype(jnp.bfloat16), True),
+        (lambda g: jnp.where(jnp.arange(g.size).reshape(g.shape) % 2 == 0, g, 0.0), True),
+        (lambda g: g - g.mean(), True),
+        (jax.jit(lambda g: 2 * g), True),
+        (lambda g: jnp.clip(g, -1.0, 1.0), False),
+        (lambda g: g / jnp.linalg.norm(g), False),
+        (lambda g: jnp.where(jnp.isfinite(g), g, 0.0), False),
+        (jnp.nan_to_num, False),
+        (lambda g: g * g, False),
+        (jax.jit(jnp.abs), False),
+    ],
+)
+def test_a_function_that_is_not_linear_is_warned_of(function: Any, is_linear: bool, compiled: bool) -> None:
+    """Its result depends on the loss scale: clipped at 1, a gradient of 2 becomes 2**-16."""
+
+    def mapped(scaled: ScaledGradients) -> Any:
+        return scaled.map(function)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (jax.jit(mapped) if compiled else mapped)(scaled_of())
+    assert [each.category for each in caught] == ([] if is_linear else [UserWarning])
+    assert all(each.filename == __file__ for each in caught)
 
 
 def test_gradients_that_were_mapped_have_no_known_loss() -> None:

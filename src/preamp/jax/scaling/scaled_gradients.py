@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Hashable, Iterable
 from types import FrameType
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ from jax import Array, lax
 from jax.extend import random as extend_random
 
 from preamp.arrays.jax import is_inexact
+from preamp.checks import level_of_caller
 from preamp.errors import UsageError
 from preamp.jax import axes, trees
 from preamp.jax.scaling.states import UNKNOWN_LOSS
@@ -120,6 +122,9 @@ class ScaledGradients(metaclass=ExplainedType):
         Raises:
             UsageError: if `function` is not callable, and if it sums, averages or gathers over devices what
                 `shard_map` knows to be equal on all of them.
+
+        Warns:
+            UserWarning: if `function` is not linear. An added constant is not noticed.
         """
         if not callable(function):
             raise UsageError(
@@ -129,6 +134,7 @@ class ScaledGradients(metaclass=ExplainedType):
         scale = self.scale
         numbers = _pack(scale, jnp.full_like(scale, UNKNOWN_LOSS))
         mapped = trees.map_inexact(function, self.gradients)
+        _warn_if_not_linear(function, self.gradients)
         return _new(mapped, numbers, lacks_loss=True, reduced_over=names)
 
     def unscale(self) -> Any:
@@ -322,6 +328,25 @@ def _checked_reductions(function: Callable[[Array], object], gradients: object) 
                 f"scaled_value_and_grad(loss_fn, axis_name={name!r}), which averages value and gradients."
             )
     return found
+
+
+def _warn_if_not_linear(function: Callable[[Array], Array], gradients: object) -> None:
+    """Warn if JAX cannot transpose a function, which it can if the function is linear."""
+    leaves = [leaf for leaf in trees.split(gradients)[0] if is_inexact(leaf)]
+    if not leaves:
+        return
+    try:
+        kind = jax.ShapeDtypeStruct(leaves[0].shape, leaves[0].dtype)
+        jax.eval_shape(jax.linear_transpose(function, kind), jax.eval_shape(function, kind))
+    except Exception as error:  # JAX raises errors of many types
+        reason = str(error).partition("\n")[0] or "it cannot be transposed"
+        warnings.warn(
+            f"the function that map was given is not linear ({reason}). It is applied to gradients times the "
+            "loss scale, so its result depends on the scale. To clip, write loss_scaled(inner, "
+            "max_norm=...); for anything else put a transformation into loss_scaled(optax.chain(...)).",
+            UserWarning,
+            stacklevel=level_of_caller("jax"),
+        )
 
 
 def _sum_of_losses(first: Array, second: Array) -> Array:
