@@ -485,6 +485,57 @@ def test_compiled_functions_run_eagerly_and_it_says_so() -> None:
     assert {row.operator for row in found.rows} == {"linear"}
 
 
+def in_region(step, *arguments, **settings):
+    def run(*args):
+        with autocast("cpu", *arguments, **settings):
+            return step(*args)
+
+    return run
+
+
+def in_a_stage(step):
+    """A training step with a region that `backward()` ends, and a scaler."""
+    scaler = GradScaler("cpu", init_scale=2.0**4)
+
+    def run(*args):
+        with autocast("cpu", torch.float16, emulate=True):
+            scaler.scale(step(*args)).backward()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda step: in_region(step, torch.float16, emulate=True),
+        lambda step: autocast("cpu", torch.float16, emulate=True)(step),
+        lambda step: in_region(in_region(step, torch.float16, emulate=True), torch.float16, emulate=True),
+        lambda step: in_region(step, torch.float16, emulate=True, report=True),
+        lambda step: in_region(step, torch.float16, casting=casting.DEFAULT, emulate=True),
+        in_a_stage,
+    ],
+    ids=["region", "decorated", "twice", "report", "table", "step"],
+)
+def test_an_emulating_region_of_the_program_is_compared_as_blames_own(around: Any) -> None:
+    """Its roundings would be accused if they were taken for casts of the program."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
+    x, y = torch.randn(64, 16), torch.randn(64, 1)
+
+    def step() -> Tensor:
+        return (model(x) - y).square().mean()
+
+    def numbers(found: Any) -> Any:
+        return [(row.operator, row.module, row.direction, row.effect) for row in found.rows]
+
+    scale = {"loss_scale": 2.0**4, "dtype": torch.float16, "model": model}
+    expected = blame(step, **scale)
+    found = blame(around(step), **scale)
+    assert not found.guilty
+    assert numbers(found) == numbers(expected)
+    assert (found.low_flops, found.flops) == (expected.low_flops, expected.flops)
+
+
 def test_a_regions_of_the_program_are_part_of_the_step() -> None:
     model, _ = runs(perceptron)
     x = torch.randn(64, 16)

@@ -117,7 +117,7 @@ def test_gradients_there_are_those_of_the_tensors_themselves():
     for _ in range(3):
         with saved.here():
             a = step(a, here)
-        with saved.there():
+        with saved.there([b, there]):
             b = step(b, there)
     c = step(step(step(x, true), true), true)
     for last in (a, b, c):
@@ -146,10 +146,30 @@ def test_a_quarter_of_the_memory_is_kept_and_freed_with_the_graph():
     assert size <= 0.26 * base.untyped_storage().nbytes()
     saved, weight = Saved([]), torch.ones(3, requires_grad=True)
     with saved.here():
-        one = weight.exp()
-    with saved.there():
-        other = (weight + 1.0).exp()
+        one = weight.square()
+    moved = weight + 1.0
+    with saved.there([moved]):
+        other = moved.square()
     known = weakref.ref(next(iter(saved._known.values())))
     del one, other
     gc.collect()
     assert known() is None
+
+
+def test_results_are_kept_whole_and_so_is_what_uses_them() -> None:
+    """Differences would not add up to 0 over a softmax, which its derivative relies on."""
+    weight, saved = torch.tensor([30.0, 0.0, -30.0], requires_grad=True), Saved([])
+    with saved.here():
+        one = weight.softmax(0)
+    moved = weight * 0.9
+    with saved.there([moved]):
+        other = moved.softmax(0)
+    assert not saved._known
+    with saved.here():
+        one = one * one
+    with saved.there([other]):
+        other = other * other
+    assert not saved._known
+    (expected,) = torch.autograd.grad((0.9 * weight).softmax(0).square().sum(), weight)
+    other.sum().backward()
+    assert torch.equal(weight.grad, expected)

@@ -357,6 +357,7 @@ def _taken(leaf: Tensor) -> Tensor | None:
 def _prepared(recorder: Recorder) -> Iterator[None]:
     """See what function modes do not see, run what is compiled eagerly, and put random states back."""
     original, was_on = torch.autograd.Function.__dict__["apply"], watch.is_on
+    push = compat.push_function_mode
     devices = range(torch.cuda.device_count()) if recorder.device_type == "cuda" else []
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -370,7 +371,17 @@ def _prepared(recorder: Recorder) -> Iterator[None]:
         call.__name__ = cls.__name__
         return recorder.apply(call, args, kwargs)
 
+    def push_below(mode: Any) -> None:
+        """Enter a region of the program below the recorder, which sees each call before the region casts."""
+        is_below = compat.count_modes() > 0 and compat.mode_at(compat.count_modes() - 1) is recorder
+        if is_below:
+            compat.pop_function_mode()
+        push(mode)
+        if is_below:
+            push(recorder)
+
     watch.is_on = False  # no scaler is at work here, and no optimizer
+    compat.push_function_mode = push_below
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     scales = {kind: kind.scale for kind in (torch.amp.GradScaler, GradScaler)}
     for kind, scale in scales.items():
@@ -382,6 +393,7 @@ def _prepared(recorder: Recorder) -> Iterator[None]:
         for kind, scale in scales.items():
             kind.scale = scale  # type: ignore[method-assign]
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        compat.push_function_mode = push
         watch.is_on = was_on
 
 

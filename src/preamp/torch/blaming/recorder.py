@@ -20,7 +20,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -605,9 +605,11 @@ class Recorder(TorchFunctionMode):
                 return _Made(copies, [given.to(result.device, _raised_dtype(result.dtype), copy=True)])
             filled = _filled(leaves, inputs, copies)
             filled = [torch.float32 if _is_low(leaf) else leaf for leaf in filled]
-            saved = {self.here: self.saved.here, self.there: self.saved.there}.get(world, nullcontext)
+            saved: AbstractContextManager[None] = nullcontext()
+            if gradients:
+                saved = self.saved.here() if world is self.here else self.saved.there(copies)
             try:
-                with saved():
+                with saved:
                     value = _called(func, filled, spec)
             except REFUSALS as error:  # a kernel for low precision alone
                 self.note_failure(func, "forward", error)
