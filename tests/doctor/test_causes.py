@@ -127,10 +127,9 @@ def test_an_overflow_in_forward_names_the_module_and_the_edit_and_nothing_else()
 def test_float32_for_one_module_alone_is_not_promised_to_mend() -> None:
     advice = first(neck(peak=15, nonfinite=100)).advice
     assert (
-        "The module that takes its output casts it back, and it is inf again: run that in float32 too"
-        in advice
+        "The next module casts the output back, and it is inf again: run that module in float32 too" in advice
     )
-    assert "make them smaller" in advice
+    assert "make the values smaller" in advice
 
 
 def test_the_module_that_made_the_values_too_large_is_named() -> None:

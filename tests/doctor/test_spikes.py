@@ -143,7 +143,7 @@ class Own(guards.NormLimit):
 @pytest.mark.parametrize(
     ("guard", "readings", "keeps", "end"),
     [
-        (Own(50.0), norms(60.0), True, "raise the limit of the guard, 50, to 120."),
+        (Own(50.0), norms(60.0), True, "raise the limit of the guard from 50 to 120."),
         (
             guards.NormLimit(50.0),
             norms(60.0),

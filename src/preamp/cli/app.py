@@ -230,13 +230,13 @@ def train(
     """Train a small real model in several precisions, side by side, and see what loss scaling did.
 
     Args:
-        task: what to learn; autoencoder for the digits, classify for a table of your own.
-        data: a CSV file of numbers, labels in the last column, instead of handwritten digits.
+        task: what to learn. [autoencoder; classify with --data]
+        data: a CSV file of numbers with labels in the last column, to use instead of handwritten digits.
         framework: whose training loop to use; KERAS_BACKEND says what Keras runs on. [the first installed of
             torch, jax, tensorflow, keras]
         precision: float16 runs twice, without and with loss scaling; can be repeated. [float32, and float16
             or that of the configuration]
-        emulate: compute in float32 and round where a GPU does, the default; --native computes in low
+        emulate: compute in float32 and round where a GPU does. This is the default; --native computes in low
             precision.
         rule: the name of a policy.
         policy: the settings of the policy.
@@ -305,8 +305,8 @@ def simulate(
 ) -> int:
     """Simulate policies on gradients or overflows, and guards on losses.
 
-    With --process, or a trace with peaks, overflows and flushed entries follow from each policy's own scale.
-    Otherwise the same steps overflow for every policy. With --guard, each guard receives losses and norms.
+    With --process, or a trace that has peaks, overflows and flushed entries follow from each policy's own
+    scale. Otherwise the same steps overflow for every policy. With --guard, each guard gets losses and norms.
 
     Args:
         rule: the names of policies.
@@ -418,7 +418,7 @@ def inspect(
 ) -> int:
     """Run a function under autocast and show which operator ran in which precision, and what was cast.
 
-    Functions of JAX are traced and nothing is computed.
+    JAX functions are only traced; nothing is computed.
 
     Args:
         target: MODULE:FUNCTION, such as train.py:step; it is called without arguments.
@@ -427,7 +427,8 @@ def inspect(
         dtype: the low precision. Default: bfloat16; for PyTorch on GPUs float16.
         emulate: round in float32 instead of casting.
         casting_file: edits of operators and modules, in JSON, TOML or YAML, as Casting.to_dict writes them.
-        compiled: show what torch.compile makes of the function: its graphs, operator by operator, with lines.
+        compiled: show what torch.compile makes of the function: its graphs, operator by operator, with
+            source lines.
         out_file: the report with all rows.
     """
     from preamp.cli.lab.inspected import inspect_function
@@ -476,12 +477,12 @@ def blame(
         framework: the framework of the function.
         dtype: the low precision. Default: bfloat16.
         cast: cast as autocast does on this device. Default: products round in float32, as on a tensor core,
-            and nothing else is low unless the program casts it.
+            and nothing else is in low precision unless the program casts it.
         casting_file: edits of operators and modules, in JSON, TOML or YAML, as Casting.to_dict writes them.
         loss_scale: what the loss is multiplied by. Default: the scale of the step's GradScaler, or what
             dynamic loss scaling would arrive at.
-        by: a row for each operator and line, or for each module and pass; "+2" is how many rows it stands for
-            besides the worst.
+        by: show a row for each operator and line, or for each module and pass; "+2" means that a row stands
+            for two more besides the worst.
         out_file: the report with all rows.
         json_file: where to write all rows as JSON.
     """
@@ -528,9 +529,9 @@ def tune(
 ) -> int:
     """Find a small set of operators and modules of a training step to keep in float32.
 
-    It runs preamp blame on the step, adds what loses more than expected to the set, preferring what takes the
-    fewest products out of low precision, and repeats this, with at most twenty runs. The table is written to
-    a file, for casting.Casting.from_dict and for --casting of other commands.
+    It runs preamp blame on the step and adds to the set what loses more than expected, preferring what takes
+    the fewest products out of low precision. It repeats this, in at most twenty runs. The table is written to
+    a file, for casting.Casting.from_dict and for the --casting flag of other commands.
 
     Args:
         target: MODULE:FUNCTION, as for preamp blame.
@@ -539,7 +540,7 @@ def tune(
         cast: as for preamp blame.
         casting_file: the table to begin with, in JSON, TOML or YAML. Default: autocast's.
         loss_scale: as for preamp blame.
-        error: the predicted relative error of the loss and the gradients to stay below. Default: 8 unit
+        error: stay below this predicted relative error of the loss and the gradients. Default: 8 unit
             roundoffs, which is 3e-2 in bfloat16 and 4e-3 in float16.
         calls: train with this many calls of the function in float32, with the initial table and with the
             tuned one, and compare the losses. PyTorch only. Default: off.
@@ -583,15 +584,16 @@ def check(
 ) -> int:
     """Measure what this machine can do in each precision, and say which one to use.
 
-    Products in each precision compared with float32, a small training with autocast and loss scaling, a fused
-    optimizer and the compiler, in about ten seconds for each type of device. With --model it also runs your
-    own step in each precision, each in a new process from the same seed, and compares the losses.
+    It compares products in each precision with float32, and tries a small training with autocast and loss
+    scaling, a fused optimizer and the compiler, in about ten seconds for each type of device. With --model it
+    also runs your own step in each precision, each in a new process from the same seed, and compares the
+    losses.
 
     Args:
         framework: whose arithmetic to check.
         device: a device type, such as cuda; can be repeated. Default: the CPU and the accelerator, if any.
         model: MODULE:FUNCTION, such as train.py:step; it is called without arguments and returns the loss.
-        calls: how often to call it in each precision. Default: 5.
+        calls: how many times to call it in each precision. Default: 5.
     """
     from preamp.cli.lab.compared import run_in_float32, run_in_low_precision, sentences, table
 
@@ -623,7 +625,7 @@ def convert(
     Args:
         source: a checkpoint of PyTorch, DeepSpeed, flax, Keras or TensorFlow, or JSON. No code in it is run.
         out_file: the .pt, .json or .msgpack file to write.
-        origin: whose checkpoint it is; see preamp dialects.
+        origin: the system that wrote the checkpoint; see preamp dialects.
         target: the system that will load it.
     """
     from preamp.systems.convert import convert as convert_file

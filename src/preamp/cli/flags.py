@@ -99,8 +99,8 @@ def policy_of(name: str | None, given: Given | None, short: bool = False) -> Pol
     if isinstance(kind, Dialect):
         if settings:
             raise PreampError(
-                f"{_flag(next(iter(settings)))} cannot change the policy of {kind.name.lower()}: the "
-                "settings are those of our own policies. Leave one of the two out."
+                f"{_flag(next(iter(settings)))} cannot change the policy of {kind.name.lower()}: these "
+                "are settings of preamp's own policies. Leave out one of the two."
             )
         return kind
     lacking = [setting for setting in settings if setting not in _settings(kind)]
@@ -165,7 +165,7 @@ def _flag(setting: str, of: str = "policy") -> str:
 
 
 def _made(kind: Callable[..., T], settings: Given, of: str, names: Iterable[str]) -> T:
-    """Call a policy's or a guard's class; what it refuses is said in flags, and not in Python's arguments.
+    """Call a policy's or a guard's class; its errors are reworded to name flags, not Python arguments.
 
     Args:
         kind: the class, or a dialect.

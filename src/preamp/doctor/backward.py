@@ -45,7 +45,7 @@ def in_backward(record: Record, end: Failure, source: Origin | None) -> Finding 
     )
     return Extent.of_failure(record, end).finding(
         "NaN in backward",
-        f"{loss}{scales} {Extent.of_failure(record, end).words}: this is not an overflow, the "
+        f"{loss}{scales} {Extent.of_failure(record, end).words}: this is not an overflow; the "
         f"derivative of an operation is inf or NaN.{_where_in_backward(record, source)}",
         DERIVATIVES + _otherwise(record, end, source),
     )
@@ -65,7 +65,7 @@ def _otherwise(record: Record, end: Failure, source: Origin | None) -> str:
 
 DERIVATIVES: Final = (
     "Look for sqrt, norm, log or a power at 0, a division by zero, or torch.where over a branch that is NaN "
-    "(its gradient is NaN even where it is not chosen). Add an epsilon inside, or clamp."
+    "(its gradient is NaN even where it is not chosen). Add an epsilon to the argument, or clamp it."
 )
 
 
@@ -107,7 +107,7 @@ def unnoticed(record: Record) -> Finding | None:
         sentence=f"In {len(found):,} of {len(origins):,} snapshots, the gradient of the output of "
         f"{module_name(row.name)} is the first in backward with inf or NaN, while its other values are far "
         "from overflowing: the derivative of an operation is inf or NaN. Where steps were taken, the rest of "
-        "the backward pass has dropped them.",
+        "the backward pass dropped these values.",
         advice=DERIVATIVES,
         numbers={"snapshots": len(found)},
     )
@@ -127,7 +127,7 @@ def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
     if not any(row.what == "gradient" for snapshot in snapshots for row in snapshot.rows):
         return None
     here = bool(record.culprits_from(end.start)) or _is_carried(record, end)
-    carried = f" They still contain a scale that has since been lowered, down to {power(end.lowest)}."
+    carried = f" They still contain an earlier scale, which has since been lowered to {power(end.lowest)}."
     return Extent.of_failure(record, end).finding(
         "gradients not cleared" if here else "another rank",
         f"Steps are skipped {Extent.of_failure(record, end).words}, but the gradients of a single "
@@ -187,9 +187,9 @@ def exploding(record: Record) -> Finding | None:
     return Finding(
         kind="exploding gradients",
         severity="warning",
-        sentence=f"{spikes:,} times the gradient norm was more than {SPIKE_OF_NORM:.0f} times that of the "
-        f"steps before, up to {number(highest)}: the gradients explode from time to time.",
-        advice="Clip them (max_norm=1.0). In a recurrent net, take fewer time steps or smaller recurrent "
+        sentence=f"The gradient norm jumped to more than {SPIKE_OF_NORM:.0f} times that of the steps before "
+        f"it {spikes:,} times, up to {number(highest)}: the gradients explode from time to time.",
+        advice="Clip them (max_norm=1.0). In a recurrent network, use fewer time steps or smaller recurrent "
         "weights.",
         numbers={"steps": spikes, "highest": highest},
     )
@@ -288,7 +288,7 @@ def sporadic_nan(record: Record) -> Finding | None:
         severity="warning",
         sentence=f"{of_steps(len(places), len(record))} were skipped at scales from {power(highest)} down to "
         f"{power(lowest)}, where only gradients many times larger than all others overflow, and their loss "
-        "was like that of other steps: this is not an overflow, the derivative of an operation is inf or NaN "
+        "was like that of other steps: this is not an overflow; the derivative of an operation is inf or NaN "
         f"for some batches.{first_parameter(record)}",
         advice=DERIVATIVES,
         numbers={"steps": len(places), "highest_scale": highest},

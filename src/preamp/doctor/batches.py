@@ -23,7 +23,7 @@ def bad_inputs(extent: Extent, given: SnapshotRow) -> Finding:
         "bad data",
         f"The loss is inf or NaN {extent.words}: the input of {module_name(given.name)}, the "
         f"first module, holds {held} in {given.histogram.nonfinite:,} of {given.histogram.total:,} entries, "
-        "and all weights are finite. So the input data hold it, or the preprocessing makes it. No "
+        "and all weights are finite. So it comes from the input data or the preprocessing. No "
         f"loss scale helps.{_again(extent)}",
         f"{CHECK} Fix or drop such rows.",
         nonfinite=given.histogram.nonfinite,
@@ -36,8 +36,8 @@ def large_inputs(extent: Extent, given: SnapshotRow, low: str) -> Finding:
     return extent.finding(
         "bad data",
         f"The input of {module_name(given.name)}, the first module, reaches {two_to(peak)} "
-        f"{extent.words}, far more than in other steps or more than {low} can hold, and what follows "
-        f"overflows. No loss scale helps.{_again(extent)}",
+        f"{extent.words}, far more than in other steps or more than {low} can hold, and what is "
+        f"computed from it overflows. No loss scale helps.{_again(extent)}",
         "Check how large the batches are before the model: `x.abs().max()`. Normalize them, and "
         "fix or drop such rows.",
         powers=peak,
@@ -93,4 +93,4 @@ def bad_batches(record: Record, places: Sequence[int], why: str, *, also: str = 
 
 def _again(extent: Extent) -> str:
     period = extent.numbers.get("period")
-    return f" They are {period:,} steps apart, or multiples of that: one epoch?" if period else ""
+    return f" They are {period:,} steps apart, or a multiple of that: is that one epoch?" if period else ""

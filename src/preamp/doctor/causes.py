@@ -242,7 +242,7 @@ def sporadic_failures(record: Record) -> Finding | None:
         return bad_batches(record, periodic, "while the steps around them were fine at the same scale")
     is_measured = not record.loss.count() and record.grad_norm.count() > 0
     if is_measured and len(places := not_by_scale(record)) >= FEWEST:
-        why = "gradients were not finite at scales where only far larger ones than all others overflow"
+        why = "gradients were not finite at scales where only gradients far larger than all others overflow"
         return bad_batches(
             record,
             places,

@@ -123,7 +123,9 @@ class Diagnosis:
         if not any(finding.kind in OF_OPERATIONS for finding in self.findings):
             return ""
         dtype = self.record.band.name
-        return f"preamp blame MODULE:FUNCTION --dtype {dtype} says which operation of your step loses what."
+        return (
+            f"preamp blame MODULE:FUNCTION --dtype {dtype} says which operation of your step loses accuracy."
+        )
 
     def rehearsal(self) -> str:
         """Return what the better policy would do with the recorded peaks; "" if there are none."""
@@ -133,9 +135,9 @@ class Diagnosis:
         then = simulate(policy, Recorded(trace=trace, dtype=self.record.band.name)).summary()
         now = trace.summary()
         return (
-            f"Simulated with the gradient peaks of this run, that skips {of_steps(then.skipped, then.steps)} "
-            f"instead of {now.skipped:,}, and ends at {power(then.final_scale)} instead of "
-            f"{power(now.final_scale)}."
+            "Simulated with the gradient peaks of this run, this policy skips "
+            f"{of_steps(then.skipped, then.steps)} instead of {now.skipped:,}, and ends at "
+            f"{power(then.final_scale)} instead of {power(now.final_scale)}."
         )
 
 

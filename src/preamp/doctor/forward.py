@@ -40,7 +40,7 @@ def run_in_float32(name: str) -> str:
         return (
             "Run the operator that overflows in float32: autocast(..., "
             'casting=casting.DEFAULT.float32("exp")),'
-            " with its name instead of exp. Or make its inputs smaller."
+            " with the operator's name instead of exp. Or make its inputs smaller."
         )
     path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
     return (
@@ -50,8 +50,8 @@ def run_in_float32(name: str) -> str:
 
 
 AFTER_IT: Final = (
-    "The module that takes its output casts it back, and it is inf again: run that in float32 too, up to "
-    "where the values are small, or make them smaller where they become large."
+    "The next module casts the output back, and it is inf again: run that module in float32 too, and so on "
+    "until the values are small, or make the values smaller where they become large."
 )
 
 
@@ -74,7 +74,7 @@ def unknown_forward(record: Record, extent: Extent) -> Finding:
     return extent.finding(
         "forward overflow",
         f"The loss itself is inf or NaN {extent.words}: something overflows in forward, or the loss "
-        f"function makes it, such as by a logarithm of 0. {NO_SCALE}",
+        f"function produces it, for example from a logarithm of 0. {NO_SCALE}",
         f"{find} Run it in float32, in autocast(enabled=False), or with "
         'casting=casting.DEFAULT.float32("exp") for an operator. If all outputs are finite, the cause is the '
         "loss function: compute it in float32, and keep the arguments of logarithms away from 0.",
@@ -90,11 +90,11 @@ def forward_nan(extent: Extent, source: Origin, row: SnapshotRow) -> Finding:
     return extent.finding(
         "forward NaN",
         f"{_place(source, row)} holds inf or NaN in forward {extent.words},{others}, and {given} "
-        f"are finite: an operation {where} makes them. {NO_SCALE}",
+        f"are finite: an operation {where} produces them. {NO_SCALE}",
         "Look there for a division by zero, or by a norm, a deviation or a count that can be zero, "
         "the logarithm or root of a value that may be zero or negative, and a softmax over a row that is "
-        f"completely masked: add an epsilon, or clamp. {run_in_float32(row.name)} That fixes an exponential, "
-        "a sum, a difference of squares or a mask of -1e9 that is too large for float16.",
+        f"completely masked: add an epsilon, or clamp. {run_in_float32(row.name)} Float32 fixes an "
+        "exponential, a sum, a difference of squares or a mask of -1e9 that is too large for float16.",
     )
 
 
@@ -116,7 +116,8 @@ def nearly_overflows(extent: Extent, close: tuple[Snapshot, SnapshotRow]) -> Fin
     return extent.finding(
         "forward overflow",
         f"The loss is inf or NaN {extent.words}, and the output of {module_name(row.name)} comes "
-        f"close to the largest number of {snapshot.low_dtype} in others: it overflows in forward. {NO_SCALE}",
+        f"close to the largest number of {snapshot.low_dtype} in other steps: it overflows in forward. "
+        f"{NO_SCALE}",
         run_in_float32(row.name),
     )
 
@@ -131,7 +132,7 @@ def in_loss(extent: Extent, *, is_inf: bool) -> Finding:
     return extent.finding(
         "loss function",
         f"The loss is {'inf or NaN' if is_inf else 'NaN'} {extent.words}, but all outputs of "
-        "modules are finite, so the loss function makes it. No loss scale helps.",
+        "modules are finite, so the loss function produces it. No loss scale helps.",
         f"Look there for {cause}. {FLOAT32}",
     )
 
@@ -141,9 +142,9 @@ def in_a_term(extent: Extent) -> Finding:
     return extent.finding(
         "loss function",
         f"The loss is inf {extent.words}, never NaN, and it was negative before, so it is a "
-        "difference of terms, of which one is inf. An inf in the outputs would most likely be in both and "
-        "give NaN. So a term of the loss function overflows, or else an output in forward. No loss scale "
-        "helps.",
+        "difference of terms, one of which is inf. An inf in the outputs would most likely be in both terms "
+        "and give NaN. So a term of the loss function overflows, or else an output overflows in forward. No "
+        "loss scale helps.",
         f"Look there for an exponential, a power or a sum that overflows float16. {FLOAT32} If that "
         "does not help, find the first layer whose output is inf and run it in float32.",
     )
@@ -157,6 +158,6 @@ def seems_in_loss(extent: Extent, *, is_inf: bool) -> Finding:
         "before: as predictions become confident, the loss function takes the logarithm of 0. Or an output "
         "overflows in forward. No loss scale helps.",
         f"{FLOAT32} Keep the arguments of logarithms away from 0: use log_softmax, cross_entropy or "
-        "binary_cross_entropy_with_logits on the outputs themselves. If that does not help, find the first "
+        "binary_cross_entropy_with_logits on the raw outputs. If that does not help, find the first "
         "layer whose output is inf (a preamp.torch.Lens names it) and run it in float32.",
     )

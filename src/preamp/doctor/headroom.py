@@ -71,7 +71,7 @@ def vanished(record: Record) -> Finding | None:
         sentence=f"At {power(scale)}, all gradients were zero in {zero:,} of the last {known:,} steps.",
         advice="Start high: every step that overflows lowers the scale."
         if is_low
-        else "Does the loss use them?",
+        else "Check that the loss depends on the parameters.",
         numbers={"steps": zero, "scale": scale},
         settings={first: HIGHEST_TRY} if is_low else {},
     )
@@ -173,7 +173,7 @@ def never_grew(record: Record) -> Finding | None:
         f"{_headroom_words(record)}.{lost_words(record.snapshot, _advised(settings))}",
         advice=_higher_words(settings, record.scales[-1])
         if record.headroom
-        else "Whether it could be higher is unknown. Let it grow earlier and see.",
+        else "Whether it could be higher is unknown. Let it grow sooner and see.",
         numbers={"steps": len(record.settled), "headroom": record.headroom or 0},
         settings=settings or (tries if is_long else {}),
     )
@@ -196,7 +196,7 @@ def too_low(record: Record) -> Finding | None:
     return Finding(
         kind="too low",
         severity=_waste(record),
-        sentence=f"The scale is {powers(record.headroom)} below what all late steps allow, at {power(usual)}."
+        sentence=f"At {power(usual)}, the scale is {powers(record.headroom)} below what all late steps allow."
         f"{lost_words(record.snapshot, _advised(settings))}",
         advice=_higher_words(settings, usual),
         numbers={"headroom": record.headroom, "scale": usual},
@@ -210,7 +210,7 @@ def _higher_words(settings: Mapping[str, Any], now: float) -> str:
     if start is not None and start > now:
         return "Start higher."
     lower = "start lower and " if start is not None else ""
-    return f"The gradients shrink: {lower}grow sooner, or follow their peaks with Headroom()."
+    return f"The gradients shrink: {lower}let the scale grow sooner, or follow their peaks with Headroom()."
 
 
 def _below_one(record: Record) -> Finding | None:

@@ -93,7 +93,7 @@ def _other_parameters(record: Record) -> Finding | None:
         kind="not learning",
         severity="problem",
         sentence=f"All gradients of the optimizer were zero in {len(norms):,} steps, but those of the model "
-        "were not: the optimizer has other parameters.",
+        "were not: the optimizer holds other parameters.",
         advice="Create the optimizer last, after model.to(...) and anything that copies or wraps the model.",
         numbers={"steps": len(norms)},
     )
@@ -174,8 +174,8 @@ def dead_units(record: Record) -> Finding | None:
         kind="dead units",
         severity="problem",
         sentence=f"All outputs of {module_name(names[0])} are exactly zero "
-        f"{'from the first snapshot on' if always else 'in the last snapshots'}, and the gradients of "
-        f"{len(stuck[0] & stuck[1]):,} modules with them.",
+        f"{'from the first snapshot on' if always else 'in the last snapshots'}, and so are the "
+        f"gradients of {len(stuck[0] & stuck[1]):,} modules.",
         advice=began if always else DIED,
         numbers={"modules": len(stuck[0] & stuck[1])},
     )
@@ -232,7 +232,7 @@ def _fed_with_zeros(clean: Sequence[Snapshot]) -> Finding | None:
         severity="problem",
         sentence=f"The gradients of all parameters of {module_name(modules[0])} are exactly zero "
         f"{'from the first snapshot on' if always else 'in the last snapshots'}. In {module_name(given[0])} "
-        "those of the weight are zero and those of the bias are not: it is given nothing but zeros.",
+        "those of the weight are zero and those of the bias are not: its input is all zeros.",
         advice="All units between them are dead from the start: check the initial weights and biases, such "
         "as a large negative bias before a ReLU."
         if always

@@ -127,7 +127,7 @@ def _or_a_ceiling(undone: Skips) -> str:
     levels = Counter(skip.after for skip in undone)
     (level, count), *_ = levels.most_common(1)
     is_one = count > 0.8 * len(undone)
-    return f", or set a ceiling, max_scale={level:g}: it always falls back to that" if is_one else ""
+    return f", or set a ceiling, max_scale={level:g}: the scale always falls back to that" if is_one else ""
 
 
 def _nearer_start(record: Record, undone: Skips) -> Mapping[str, Any]:
@@ -168,7 +168,7 @@ def _stays_low(record: Record) -> bool:
 def _too_far(record: Record) -> str:
     if record.usual_headroom is None:
         return " (or all gradients have grown, which cannot be seen without recorded peaks)"
-    return f", though most steps would allow one that is {record.usual_headroom:.0f} powers of two higher"
+    return f", though most steps would allow a scale {record.usual_headroom:.0f} powers of two higher"
 
 
 def slow(record: Record) -> Finding | None:
@@ -183,7 +183,8 @@ def slow(record: Record) -> Finding | None:
         kind="slow to back off",
         severity="warning",
         sentence=f"{of_steps(skipped, len(record))} were skipped and only "
-        f"{lowered:,} of them lowered the scale: hysteresis={hysteresis} waits for that many.",
+        f"{lowered:,} of them lowered the scale: with hysteresis={hysteresis} the policy waits for that "
+        "many.",
         advice="Back off at every overflow.",
         numbers={"skipped": skipped, "share": share, "lowered": lowered},
         settings={"hysteresis": 1, **_longer(record), **_nearer_start(record, record.skips)},
@@ -224,7 +225,7 @@ def _lower(record: Record) -> Remedy:
         }
     if longer and len(record.skips) < 3 * record.growths:
         return "The scale grows too soon. Wait longer.", longer
-    return "They overflow at any scale: look at their data, and at the learning rate.", {}
+    return "These steps overflow at any scale: look at their data, and at the learning rate.", {}
 
 
 def lost_scale(record: Record) -> Finding | None:

@@ -193,12 +193,12 @@ def bfloat16_would_do(record: Record) -> Finding | None:
     below, headroom = values.flushed(BANDS["bfloat16"]), values.headroom(BANDS["bfloat16"]) or 0
     would = "work without a scale" if below < FEW and headroom > 0 else "not work without one"
     least, most = two_to(values.low), two_to(values.peak_exponent or 0)
-    share = f"and {percent(below)} are below" if below else "none below"
+    share = f"and {percent(below)} are below" if below else "and none are below"
     return Finding(
         kind="bfloat16",
         severity="note",
         sentence=f"bfloat16 would {would}: the gradients are between {least} and {most}, {share} "
-        f"its range. It keeps 8 significant bits, {snapshot.low_dtype} {_BITS[snapshot.low_dtype]}.",
+        f"its range. It keeps 8 significant bits; {snapshot.low_dtype} keeps {_BITS[snapshot.low_dtype]}.",
         numbers={"flushed": below, "headroom": headroom},
     )
 

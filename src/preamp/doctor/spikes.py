@@ -98,8 +98,8 @@ def _advice_on_a_run(record: Record, places: range) -> str:
     guard, run = _recorded_guard(record), [record.spikes[place] for place in places]
     if sum(math.isnan(spike.limit) for spike in run) > len(run) / 2:
         return (
-            "A NaN entered the statistics of the guard, which skips every step until it has left them. "
-            "SpikeGuard leaves NaN out."
+            "A NaN entered the statistics of the guard, which skips every step until the NaN has left them. "
+            "SpikeGuard keeps NaN out of its statistics."
         )
     is_first = record.index[places.start] == 0
     if _are_mostly_lost(run):
@@ -108,10 +108,10 @@ def _advice_on_a_run(record: Record, places: range) -> str:
     value = CAUSES[run[0].of]
     otherwise = "look at the data and the learning rate" if is_first else DAMAGED
     if isinstance(guard, SpikeGuard):
-        return f"If the {value} stays up because the data changed, lower `patience`. If not, {otherwise}."
+        return f"If the {value} stays high because the data changed, lower `patience`. If not, {otherwise}."
     if guard is None and "guard" not in record.trace.about and not _is_fixed(record, run[0].of):
         return (
-            f"If the {value} stays up because the data changed, let the guard accept that sooner (for "
+            f"If the {value} stays high because the data changed, let the guard accept that sooner (for "
             f"SpikeGuard: lower `patience`). If not, {otherwise}."
         )
     return f"If these steps are ordinary, {_raise(record, run, len(run))}. If not, {otherwise}."
@@ -134,7 +134,7 @@ def _raise(record: Record, skipped: Sequence[Spike], steps: int) -> str:
         return f"raise the limit of the guard{argument and f': {argument}'}"
     is_fixed = higher is not None and _is_fixed(record, of)
     if "guard" in record.trace.about:  # one that a user wrote
-        return f"raise the limit of the guard{f', {own[0].limit:g}, to {higher:g}' if is_fixed else ''}"
+        return f"raise the limit of the guard{f' from {own[0].limit:g} to {higher:g}' if is_fixed else ''}"
     fixed = f"for one with a fixed limit: from {own[0].limit:g} to {higher:g}; " if is_fixed else ""
     return f"raise the limit of the guard ({fixed}for SpikeGuard: sigmas={_wider(SpikeGuard.sigmas)})"
 

@@ -113,7 +113,7 @@ def _broken_by_updates(record: Record, end: Failure, source: Origin | None) -> F
         kind="diverged",
         severity="problem",
         sentence=f"The training diverged: after {made} the forward pass gives inf or NaN, on every batch, "
-        "and it worked before. The loss scale did not cause this.",
+        "although it worked before. The loss scale did not cause this.",
         advice="Lower the learning rate, by a factor of 10 to begin with. If that does not help, check the "
         "optimizer's other settings, such as eps.",
         numbers={"updates": updates},
@@ -170,7 +170,7 @@ def broken_update(record: Record, end: Failure, source: Origin | None) -> Findin
         held = "NaN" if row.nans == row.histogram.nonfinite else "inf or NaN"
         sentence = (
             f"{row.histogram.nonfinite:,} of {row.histogram.total:,} weights of {module_name(row.name)} "
-            f"are {held} from step {step:,} on, and nothing had grown before: an update wrote that."
+            f"are {held} from step {step:,} on, and nothing had grown before: an update wrote them."
         )
         rest = ""
     else:
@@ -190,7 +190,7 @@ def broken_update(record: Record, end: Failure, source: Origin | None) -> Findin
         "broken update",
         sentence,
         "Go back to a checkpoint before it, and check the optimizer: eps=0, or an eps that is 0 in "
-        "float16 (1e-8 is), divides zero by zero where a gradient is zero; so does code of your own that "
+        "float16 (1e-8 is), divides zero by zero where a gradient is zero; so does any code that "
         f"divides by a norm.{rest}",
     )
 
