@@ -263,6 +263,7 @@ steps = st.builds(
     culprits=st.lists(_names, max_size=3).map(tuple),
     seconds=_loose,
     buffers=st.lists(_names, max_size=2).map(tuple),
+    restored=st.lists(_names, max_size=2).map(tuple),
 )
 runs = (
     st.lists(steps, max_size=8)

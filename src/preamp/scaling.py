@@ -76,6 +76,7 @@ class Step(NamedTuple):
         buffers: names of module buffers, such as BatchNorm's running statistics, that were not finite after
             a skipped step.
         spike: why a guard skipped it; None for other steps.
+        restored: those of `buffers` that have been restored and are finite again.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
@@ -91,6 +92,7 @@ class Step(NamedTuple):
     seconds: float | None = None
     buffers: tuple[str, ...] = ()
     spike: Spike | None = None
+    restored: tuple[str, ...] = ()
 
     @property
     def reason(self) -> Literal["overflow", "spike"] | None:
@@ -356,6 +358,7 @@ def to_step(
     loss: float | None = None,
     culprits: tuple[str, ...] = (),
     buffers: tuple[str, ...] = (),
+    restored: tuple[str, ...] = (),
 ) -> Step | None:
     """Return the record of the last step; None before the first.
 
@@ -364,6 +367,7 @@ def to_step(
         loss: as in `Step`.
         culprits: as in `Step`.
         buffers: as in `Step`.
+        restored: as in `Step`.
     """
     if not state.steps:
         return None
@@ -382,6 +386,7 @@ def to_step(
         culprits=culprits,
         buffers=buffers,
         spike=spike,
+        restored=restored,
     )
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from preamp import Compat, Dynamic, Headroom, Snapshot, SnapshotRow, Static, Step, Trace, dialects, simulate
 from preamp.doctor import Finding, diagnose
@@ -22,6 +24,7 @@ from preamp.doctor.diagnosis import _consistent
 from preamp.record.exponents import ExponentHistogram
 from preamp.record.formatting import power
 from preamp.simulation.processes import Drifting, Stationary
+from preamp.torch import GradScaler, LossScaleOptimizer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -293,6 +296,47 @@ def test_buffers_that_a_skipped_step_poisoned_are_named() -> None:
     finding = first(Trace(steps))
     assert (finding.kind, finding.severity) == ("poisoned buffers", "problem")
     assert "norm.running_mean" in finding.sentence
+
+
+@pytest.mark.parametrize("adapter", ["GradScaler", "LossScaleOptimizer"])
+def test_buffers_that_were_restored_are_a_note(adapter: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    settings: dict[str, Any] = {"model": model, "restore_buffers": True}
+    with Trace(tmp_path / "run.jsonl") as trace:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = GradScaler("cpu", init_scale=2.0**8, on_step=trace, **settings)
+        optimizer = LossScaleOptimizer(sgd, 2.0**8, on_step=trace, **settings)
+        for number in range(120):
+            loss = model(torch.randn(8, 4) * (math.inf if number == 60 else 1.0)).square().mean()
+            if adapter == "GradScaler":
+                sgd.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(sgd)
+                scaler.update()
+            else:
+                optimizer.zero_grad()
+                optimizer.scale_loss(loss).backward()
+                optimizer.step()
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+    for read in (trace, Trace.read(tmp_path / "run.jsonl")):
+        found = {finding.kind: finding for finding in diagnose(read).findings}
+        assert "poisoned buffers" not in found
+        assert found["restored buffers"].severity == "note"
+        assert "1.running_mean, 1.running_var" in found["restored buffers"].sentence
+
+
+def test_a_buffer_that_was_not_restored_once_is_poisoned() -> None:
+    names = ("norm.running_mean", "norm.running_var")
+    steps = [
+        Step(n, 8.0, finite=n not in (9, 99), skipped=n in (9, 99), buffers=names * (n in (9, 99)))
+        for n in range(200)
+    ]
+    steps[9] = steps[9]._replace(restored=names)
+    steps[99] = steps[99]._replace(restored=names[1:])
+    found = {finding.kind: finding for finding in diagnose(Trace(steps)).findings}
+    assert "norm.running_mean held" in found["poisoned buffers"].sentence
+    assert "norm.running_var held" in found["restored buffers"].sentence
 
 
 def test_gradients_clipped_while_scaled_are_recognized_by_their_norm() -> None:

@@ -64,6 +64,7 @@ def test_what_a_forward_pass_has_spoiled_is_named(jit_compile: bool, tmp_path: P
     assert [step.skipped for step in steps] == [False, False, True, False]
     named = [tuple("/".join(path.split("/")[-2:]) for path in step.buffers) for step in steps]
     assert named == [(), (), PATHS, ()]
+    assert not any(step.restored for step in steps)
 
 
 @jit
@@ -75,6 +76,7 @@ def test_what_a_forward_pass_has_spoiled_is_put_back(jit_compile: bool) -> None:
         fit(model, epochs=2, callbacks=[callback])
     assert all(np.isfinite(value).all() for value in statistics(model))
     assert [bool(step.buffers) for step in callback.trace] == [False, False, True, False] * 2
+    assert [step.restored for step in callback.trace] == [step.buffers for step in callback.trace]
     assert np.isfinite(array(model.predict(data(None)[0], verbose=0))).all()
 
     seen: list[Any] = []

@@ -507,7 +507,9 @@ _rank = st.dictionaries(
     st.builds(Step, st.just(0), st.sampled_from([1.0, 2.0]), st.booleans(), st.booleans(),
               new_scale=st.none() | st.floats(0.0, 1e6), loss=_maybe, grad_norm=_maybe,
               peak=_maybe, zeros=_maybe, seconds=_maybe,
-              culprits=st.lists(st.sampled_from("abc"), max_size=2, unique=True).map(tuple)),
+              culprits=st.lists(st.sampled_from("abc"), max_size=2, unique=True).map(tuple),
+              buffers=st.lists(st.sampled_from("mv"), unique=True).map(tuple),
+              restored=st.lists(st.sampled_from("mv"), unique=True).map(tuple)),
     max_size=6,
 )  # fmt: skip
 
@@ -537,6 +539,8 @@ def test_files_of_ranks_are_read_as_one_run(
         assert step.finite == all(one.finite for one in those)
         assert step.skipped == any(one.skipped for one in those)
         assert set(step.culprits) == set().union(*(one.culprits for one in those))
+        lost = {name for one in those for name in one.buffers if name not in one.restored}
+        assert set(step.restored) == set().union(*(one.restored for one in those)) - lost
         assert step.new_scale == (known["new_scale"] or [None])[0]
         for name in ("grad_norm", "peak", "seconds"):
             assert getattr(step, name) == max(known[name], default=None)

@@ -104,6 +104,7 @@ def test_a_skipped_step_names_what_its_forward_pass_has_ruined(kind: str, way: s
     seen = train(model, wrapped(kind, model=model), way)
     assert [step.skipped for step, _ in seen] == [False, False, True, False, False]
     assert [step.buffers for step, _ in seen] == [(), (), NAMES, (), ()]
+    assert not any(step.restored for step, _ in seen)
     assert not np.isfinite(seen[-1][1]).all()
 
 
@@ -113,6 +114,7 @@ def test_what_was_ruined_is_put_back(kind: str, way: str) -> None:
     model = model_of()
     seen = train(model, wrapped(kind, model=model, restore_buffers=True), way)
     assert [step.buffers for step, _ in seen] == [(), (), NAMES, (), ()]
+    assert [step.restored for step, _ in seen] == [(), (), NAMES, (), ()]
     assert seen[BAD][1] == seen[BAD - 1][1]
     assert seen[BAD + 1][1] != seen[BAD][1]
     assert np.isfinite(seen[-1][1]).all()

@@ -104,6 +104,7 @@ def test_they_are_put_back_on_request_and_training_is_as_if_nothing_had_been(way
             before = ours.statistics()
             ours.step(number, factor)
             assert (ours.last.skipped, ours.last.buffers) == (True, RUINED)  # told of all the same
+            assert ours.last.restored == RUINED
             assert alike(ours.statistics(), before)
         else:
             ours.step(number)
@@ -116,6 +117,7 @@ def test_without_a_request_they_stay_as_forward_left_them():
     run = Run()
     run.step()
     run.step(factor=NAN)
+    assert run.last.restored == ()
     assert not any(buffer.isfinite().all() for buffer in run.statistics())
 
 

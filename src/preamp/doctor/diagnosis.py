@@ -12,7 +12,13 @@ from preamp.doctor.causes import failed, sporadic_failures
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import OFTEN, Finding
 from preamp.doctor.headroom import at_ceiling, never_grew, not_scaled, too_low, vanished
-from preamp.doctor.not_learning import clipped_while_scaled, dead_units, not_learning, poisoned_buffers
+from preamp.doctor.not_learning import (
+    clipped_while_scaled,
+    dead_units,
+    not_learning,
+    poisoned_buffers,
+    restored_buffers,
+)
 from preamp.doctor.skipped_steps import (
     NEARLY_ALL,
     backs_off_too_far,
@@ -195,7 +201,7 @@ def _findings(record: Record) -> list[Finding]:
     spiked = _all((spikes,), record)
     if not found and not any(finding.severity == "problem" for finding in spiked):
         found = [_healthy(record)]
-    return [*found, *spiked, *_all(SNAPSHOTS, record)]
+    return [*found, *spiked, *_all((restored_buffers, *SNAPSHOTS), record)]
 
 
 def _no_steps(record: Record) -> Finding:

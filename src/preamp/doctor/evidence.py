@@ -199,8 +199,15 @@ class Record:
 
     @cached_property
     def buffers(self) -> tuple[str, ...]:
-        """The names of all buffers that a skipped step left at inf or NaN."""
-        return tuple(dict.fromkeys(name for names in self._kept("buffers") for name in names))
+        """The names of all buffers that a skipped step left at inf or NaN, and that were not restored."""
+        pairs = zip(self._kept("buffers"), self._kept("restored"), strict=True)
+        return tuple(dict.fromkeys(name for lost, back in pairs for name in lost if name not in back))
+
+    @cached_property
+    def restored(self) -> tuple[str, ...]:
+        """The names of all buffers that held inf or NaN after a skipped step and were always restored."""
+        names = dict.fromkeys(name for names in self._kept("restored") for name in names)
+        return tuple(name for name in names if name not in self.buffers)
 
     @property
     def resumed_at_start(self) -> bool:

@@ -134,7 +134,7 @@ def poisoned_buffers(record: Record) -> Finding | None:
     names = record.buffers
     if not names:
         return None
-    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    shown = _listed(names)
     return Finding(
         kind="poisoned buffers",
         severity="problem",
@@ -144,6 +144,24 @@ def poisoned_buffers(record: Record) -> Finding | None:
         "BatchNorm. An overflow in forward put them there; run the modules before it in float32.",
         numbers={"buffers": len(names)},
     )
+
+
+def restored_buffers(record: Record) -> Finding | None:
+    """Find buffers that held inf or NaN after a skipped step and were restored."""
+    names = record.restored
+    if not names:
+        return None
+    return Finding(
+        kind="restored buffers",
+        severity="note",
+        sentence=f"After a skipped step, {_listed(names)} held inf or NaN and were set back to their "
+        "values from before that step.",
+        numbers={"buffers": len(names)},
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def dead_units(record: Record) -> Finding | None:

@@ -140,9 +140,9 @@ class TraceCallback(keras.callbacks.Callback):
             all_skipped = skipped - self._skipped == steps - self._steps
             optimizer._scaler.note_compiled(taken=not all_skipped, finite=step.finite)
         is_alone = steps == self._steps + 1  # no step was taken since the buffers were copied
-        buffers = self._not_finite_buffers(is_alone) if skipped > self._skipped else ()
+        buffers, restored = self._not_finite_buffers(is_alone) if skipped > self._skipped else ((), ())
         self._steps, self._skipped = steps, skipped
-        step = step._replace(loss=loss, buffers=buffers)
+        step = step._replace(loss=loss, buffers=buffers, restored=restored)
         self.trace(step)
         if self.on_step is not None:
             self.on_step(step)
@@ -188,8 +188,10 @@ class TraceCallback(keras.callbacks.Callback):
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
 
-    def _not_finite_buffers(self, restores_all: bool) -> tuple[str, ...]:
-        """Return the paths of buffers that are not finite after a skipped step. Restore, or warn.
+    def _not_finite_buffers(self, restores_all: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the paths of buffers that are not finite after a skipped step, and of those restored.
+
+        One warning names those that stay as they are.
 
         Args:
             restores_all: whether to restore the finite ones as well, if asked to restore.
@@ -211,7 +213,8 @@ class TraceCallback(keras.callbacks.Callback):
                 f"predictions are NaN, and so are weights that are saved now. {instead}",
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
-        return tuple(variable.path for variable in not_finite)
+        names, lost = (tuple(one.path for one in some) for some in (not_finite, remaining))
+        return names, tuple(name for name in names if name not in lost)
 
 
 class Losses:

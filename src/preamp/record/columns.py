@@ -14,6 +14,7 @@ from preamp.scaling import Spike, Step
 
 FIELDS: Final = Step._fields
 OPTIONAL: Final = ("new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
+NAMES: Final = ("culprits", "buffers", "restored")
 FINITE, SKIPPED = 1, 2
 KNOWN: Final = tuple(4 << place for place in range(len(OPTIONAL)))  # bits, set where the value is not None
 Names: TypeAlias = tuple[str, ...]
@@ -34,6 +35,7 @@ class StepColumns:
         self.culprits: dict[int, Names] = {}
         self.buffers: dict[int, Names] = {}
         self.spike: dict[int, Spike] = {}
+        self.restored: dict[int, Names] = {}
         self._interned: dict[Names, Names] = {}  # the same parameters are usually culprits many times
 
     def __len__(self) -> int:
@@ -55,6 +57,7 @@ class StepColumns:
             seconds,
             buffers,
             spike,
+            restored,
         ) = row
         place, flags = len(self.flags), FINITE * finite + SKIPPED * skipped
         try:
@@ -74,6 +77,8 @@ class StepColumns:
             self.buffers[place] = self._interned.setdefault(buffers, buffers)
         if spike is not None:
             self.spike[place] = spike
+        if restored:
+            self.restored[place] = self._interned.setdefault(restored, restored)
         self.scale.append(scale)
         self.flags.append(flags)
 
@@ -98,11 +103,13 @@ class StepColumns:
             seconds,
             self.buffers.get(place, ()),
             self.spike.get(place),
+            self.restored.get(place, ()),
         )
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
         """Return all rows, first to last."""
         culprits, buffers, spike = self.culprits.get, self.buffers.get, self.spike.get
+        restored = self.restored.get
         numbers = zip(self.flags, self.index, self.scale, *map(self.values, OPTIONAL), strict=False)
         for place, (flags, index, scale, new_scale, loss, grad_norm, peak, zeros, seconds) in enumerate(
             numbers
@@ -121,6 +128,7 @@ class StepColumns:
                 seconds,
                 buffers(place, ()),
                 spike(place),
+                restored(place, ()),
             )
 
     def values(self, name: str) -> Iterator[Any]:
@@ -133,7 +141,7 @@ class StepColumns:
         if name in ("finite", "skipped"):
             bit = FINITE if name == "finite" else SKIPPED
             return (flags & bit != 0 for flags in self.flags)
-        if name in ("culprits", "buffers"):
+        if name in NAMES:
             rare: dict[int, Names] = getattr(self, name)
             return (rare.get(place, ()) for place in range(len(self)))
         if name == "spike":
@@ -150,7 +158,7 @@ class StepColumns:
         columns: tuple[MutableSequence[Any], ...] = (self.index, self.scale, self.flags, *self.optional)
         for column in columns:
             del column[length:]
-        rare_ones: tuple[dict[int, Any], ...] = (self.culprits, self.buffers, self.spike)
+        rare_ones: tuple[dict[int, Any], ...] = (self.culprits, self.buffers, self.spike, self.restored)
         for rare in rare_ones:
             for place in [place for place in rare if place >= length]:
                 del rare[place]

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from preamp.checks import shown
 from preamp.errors import TraceError
-from preamp.record.columns import FIELDS
+from preamp.record.columns import FIELDS, NAMES
 from preamp.record.exponents import BANDS, ExponentHistogram
 from preamp.record.files import packed_as
 from preamp.record.snapshots import COMPUTED, Kind, Snapshot, SnapshotRow
@@ -26,8 +26,8 @@ FORMAT = 1
 GIVEN: dict[str, Kind] = {"inputs": "input", "weights": "weight"}  # the optional lists of a snapshot's rows
 EXACT: dict[str, Any] = {"smallest": (int, float), "largest": (int, float), "nans": int}
 NUMBERS = ("scale", "new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
+SPIKE = FIELDS.index("spike")
 REQUIRED = ("index", "scale", "finite", "skipped")
-NAMES = ("culprits", "buffers")
 SERIES = ("loss", "grad_norm")  # a guard looks at
 PLAIN = frozenset((float, type(None)))
 MEBIBYTE = 2**20
@@ -58,8 +58,8 @@ def step_line(row: Row) -> str:
     """Return the line of a step, without what is None or empty."""
     named = zip(FIELDS, row, strict=True)
     entry = {name: to_json(value) for name, value in named if value is not None and value != ()}
-    if row[-1] is not None:
-        entry["spike"] = {name: to_json(value) for name, value in row[-1]._asdict().items()}
+    if (spike := row[SPIKE]) is not None:
+        entry["spike"] = {name: to_json(value) for name, value in spike._asdict().items()}
     return line_of(entry)
 
 
@@ -79,6 +79,7 @@ def row_of(step: tuple[Any, ...]) -> Row:
         and type(finite) is bool is type(skipped)
         and rest[5] == () == rest[7]
         and rest[8] is None
+        and rest[9] == ()
         and PLAIN.issuperset(map(type, rest[:5]))
         and PLAIN.issuperset((type(rest[6]),))
         and (rest[0] is None or rest[0] >= 0.0)
@@ -233,9 +234,9 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
         and type(scale) is float
         and (finite is True or finite is False)
         and (skipped is True or skipped is False)
-        and len(entry) == 13 - values.count(None)  # nothing unknown and no null
+        and len(entry) == 14 - values.count(None)  # nothing unknown and no null
         and values[9] is None is values[11]
-        and values[12] is None
+        and values[12] is None is values[13]
         and PLAIN.issuperset(map(type, rest))
         and index >= 0
         and scale >= 0.0
@@ -252,7 +253,7 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
         if problem:
             raise TraceError(f"{path}, line {number}: {problem}.")
         return row
-    return (*values[:9], (), values[10], (), None)
+    return (*values[:9], (), values[10], (), None, ())
 
 
 def _problem(entry: dict[str, Any]) -> str:

@@ -22,10 +22,11 @@ RANK: Final = "{rank}"
 RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # torchrun, Open MPI, Slurm
 SIZE_VARIABLES: Final = {"RANK": "WORLD_SIZE", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
 # Positions in a row. Merged steps have the largest grad_norm, peak and seconds, the mean loss and zeros, and
-# all names of culprits and buffers.
+# all names of culprits and buffers; a buffer is restored if it is on every rank that names it.
 LARGEST: Final = 6, 7, 10
 MEANS: Final = 5, 8
 NAMES: Final = 9, 11
+BUFFERS, SPIKE, RESTORED = 11, 12, 13
 SCALE, SKIPPED = 1, 3
 
 
@@ -217,7 +218,9 @@ def _together(one: Row, two: Row, losses: int, shares: int) -> tuple[Row, int, i
     row: list[Any] = list(one)
     row[2], row[3] = one[2] and two[2], one[3] or two[3]
     row[4] = two[4] if one[4] is None else one[4]
-    row[-1] = one[-1] if two[-1] is None else two[-1]  # why a guard skipped
+    row[SPIKE] = one[SPIKE] if two[SPIKE] is None else two[SPIKE]
+    lost = {name for rank in (one, two) for name in rank[BUFFERS] if name not in rank[RESTORED]}
+    row[RESTORED] = tuple(name for name in dict.fromkeys(one[RESTORED] + two[RESTORED]) if name not in lost)
     for place in LARGEST:
         row[place] = _either(one[place], two[place], _larger)
     for place in NAMES:

@@ -77,6 +77,15 @@ class Buffers:
         pairs = zip(self._names, self._ruined.numpy().tolist(), strict=True)
         return tuple(dict.fromkeys(name for name, is_ruined in pairs if is_ruined))
 
+    def restored(self) -> tuple[str, ...]:
+        """Return those of `ruined` that are finite again, because their copies are."""
+        names = self.ruined()
+        if not (names and self.copies):
+            return ()
+        pairs = zip(self._names, self.copies, strict=True)
+        lost = {name for name, copy in pairs if name in names and not bool(_is_finite(copy))}
+        return tuple(name for name in names if name not in lost)
+
     def tracked(self) -> dict[str, tf.Variable]:
         """Return the variables of this object by name, which an exported function needs."""
         flags = {} if self._ruined is None else {"ruined": self._ruined}

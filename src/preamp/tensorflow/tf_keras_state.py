@@ -258,8 +258,10 @@ class LossScaleState(theirs._DynamicLossScaleState):
         self._known.check(self.policy, state.policy_state)
         if not state.steps:
             return None
-        buffers = () if state.finite or self._buffers is None else self._buffers.ruined()
-        return to_step(state, loss=self.losses.read(int(state.steps)), buffers=buffers)
+        loss = self.losses.read(int(state.steps))
+        if state.finite or self._buffers is None:
+            return to_step(state, loss=loss)
+        return to_step(state, loss=loss, buffers=self._buffers.ruined(), restored=self._buffers.restored())
 
     def skipped(self) -> int:
         """Return how many steps have been skipped, copied to the host."""

@@ -7,7 +7,7 @@ that is inf stays inf.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,18 @@ from torch import Tensor, nn
 from preamp.arrays.torch_compat import BatchNormBase, foreach_copy_, local_part
 from preamp.checks import shown
 from preamp.errors import PolicyError
+
+
+class Ruined(NamedTuple):
+    """The buffers that a skipped step has left at inf or NaN.
+
+    Attributes:
+        names: in the model's order.
+        restored: those that have been put back and are finite again.
+    """
+
+    names: tuple[str, ...] = ()
+    restored: tuple[str, ...] = ()
 
 
 class Buffers:
@@ -46,10 +58,18 @@ class Buffers:
         if restores:
             self.keep()  # the first step may be skipped
 
-    def non_finite(self) -> tuple[str, ...]:
-        """Return the names of the buffers that hold inf or NaN, in the model's order. One read per device."""
+    def ruined(self) -> Ruined:
+        """Return which buffers hold inf or NaN, and put the copies back, if they are kept.
+
+        One read per device, and a second one if buffers were restored.
+        """
         self._find()
-        return _non_finite(self._present())
+        names = _non_finite(self._present())
+        if not self.restores:
+            return Ruined(names)
+        self._restore()
+        remaining = _non_finite(self._present()) if names else ()
+        return Ruined(names, tuple(name for name in names if name not in remaining))
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -67,7 +87,7 @@ class Buffers:
             foreach_copy_(list(self._kept.values()), list(present.values()))
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def _restore(self) -> None:
         """Put the copies back; of what was never copied nothing."""
         present = self._present()
         for name, kept in self._kept.items():

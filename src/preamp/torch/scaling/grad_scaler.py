@@ -33,7 +33,7 @@ from preamp.systems.arguments import warn_if_out_of_bounds
 from preamp.torch.nested import map_tensors
 from preamp.torch.scaling import launches
 from preamp.torch.scaling.backward_norms import BackwardNorms
-from preamp.torch.scaling.buffers import Buffers
+from preamp.torch.scaling.buffers import Buffers, Ruined
 from preamp.torch.scaling.culprits import backward_order, culprits, largest
 from preamp.torch.scaling.gradient_stats import (
     Found,
@@ -1488,7 +1488,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._guarding is not None and self._guarding.uses_loss and number_of_ranks() > 1:
             loss = mean_in(list(steps.values())[-1]) or loss
         index = (self._loss_scale.steps if state is None else state.steps) - 1
-        buffers = tuple if self._buffers is None else self._buffers_after(self._buffers, steps)
+        buffers = Ruined if self._buffers is None else self._buffers_after(self._buffers, steps)
         record = partial(step_of, index=index, new_scale=new_scale, loss=loss, buffers=buffers)
         self._last = partial(record, list(steps.values()))
         if state is not None:
@@ -1499,21 +1499,17 @@ class GradScaler(torch.amp.GradScaler):
         if self.on_step is not None:
             self.on_step(self.last_step)  # type: ignore[arg-type]  # there is one now
 
-    def _buffers_after(
-        self, buffers: Buffers, steps: dict[int, MeasuredGradients]
-    ) -> Callable[[], tuple[str, ...]]:
+    def _buffers_after(self, buffers: Buffers, steps: dict[int, MeasuredGradients]) -> Callable[[], Ruined]:
         """Return a callable that names the buffers that are not finite; restore or keep them if asked to."""
         taken = [step.taken for step in steps.values()]
         if any(isinstance(one, Tensor) for one in taken):
-            return buffers.non_finite  # when it is asked for
+            return buffers.ruined  # when it is asked for
         if all(taken):
             if buffers.restores:
                 buffers.keep()
-            return tuple
-        names = buffers.non_finite()
-        if buffers.restores:
-            buffers.restore()
-        return lambda: names
+            return Ruined
+        ruined = buffers.ruined()
+        return lambda: ruined
 
 
 def held_of(steps: list[MeasuredGradients], finite: bool | Tensor) -> Tensor:

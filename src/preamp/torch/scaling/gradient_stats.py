@@ -23,6 +23,7 @@ from preamp.errors import PolicyError
 from preamp.policy import Policy
 from preamp.scaling import GuardRecord, Measured, ScalerState, Spike, Step, spike_in, to_step
 from preamp.torch.scaling.backward_norms import BackwardNorms
+from preamp.torch.scaling.buffers import Ruined
 from preamp.torch.scaling.optimizers import OptimizerLike
 from preamp.torch.scaling.ranks import Agreement
 
@@ -405,7 +406,7 @@ def step_of(
     index: int | Tensor,
     new_scale: Number | None,
     loss: UnreadLoss | float | None = None,
-    buffers: Callable[[], tuple[str, ...]] = tuple,
+    buffers: Callable[[], Ruined] = Ruined,
 ) -> Step:
     """Return the `Step` of one or several optimizers, after reading it from the device.
 
@@ -417,6 +418,7 @@ def step_of(
         buffers: names the model's buffers that are not finite; called if the step was skipped.
     """
     read = [step.read() for step in steps]
+    ruined = Ruined() if all(step.taken for step in read) else buffers()
     finite = all(step.finite for step in read)
     norms = [step.norm for step in read if isinstance(step.norm, float)]
     peaks = [step.stats.peak for step in read if step.stats and isinstance(step.stats.peak, float)]
@@ -430,8 +432,9 @@ def step_of(
         grad_norm=math.hypot(*norms) if len(norms) == len(read) else None,
         peak=max(peaks) if finite and len(peaks) == len(read) else None,
         culprits=culprits_of(read),
-        buffers=() if all(step.taken for step in read) else buffers(),
+        buffers=ruined.names,
         spike=spike_of_steps(read),
+        restored=ruined.restored,
     )
 
 
@@ -439,7 +442,7 @@ def recorded(
     state: ScalerState[Any, float],
     steps: Sequence[MeasuredGradients],
     loss: UnreadLoss | float | None,
-    buffers: Callable[[], tuple[str, ...]],
+    buffers: Callable[[], Ruined],
 ) -> Step | None:
     """Return the `Step` of a state on the host, after the policy has advanced.
 
@@ -451,7 +454,8 @@ def recorded(
     """
     if all(step.taken for step in steps):
         return to_step(state, loss=read_loss(loss))
-    record = to_step(state, loss=read_loss(loss), culprits=culprits_of(steps), buffers=buffers())
+    loss, culprits, ruined = read_loss(loss), culprits_of(steps), buffers()
+    record = to_step(state, loss=loss, culprits=culprits, buffers=ruined.names, restored=ruined.restored)
     return None if record is None else record._replace(skipped=True, spike=spike_of_steps(steps))
 
 
