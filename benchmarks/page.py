@@ -104,7 +104,7 @@ SECTIONS = (
     Section(
         "PyTorch: autocast",
         "The time of an operator, of entering a region, and of a training step, on one thread. 8 x 8 "
-        'tensors show what Python and the dispatcher take. "Before the first of ours" is PyTorch\'s '
+        'tensors show the time that Python and the dispatcher take. "Before the first of ours" is PyTorch\'s '
         "region before preamp's was entered.",
         ("torch_autocast.py",),
         ("torch autocast",),
@@ -118,8 +118,8 @@ SECTIONS = (
     Section(
         "PyTorch: LayerwiseScale",
         "The time of forward and backward with `LayerwiseScale`, divided by the time without it. The "
-        "loss is so small that most layers are raised. Below it, a published comparison repeated at "
-        "the size of a CPU.",
+        "loss is so small that most layers are raised. Below the table is a published comparison, repeated "
+        "at a size that suits a CPU.",
         ("layerwise.py",),
         ("torch LayerwiseScale",),
         kept=("layerwise",),
@@ -163,23 +163,24 @@ SECTIONS = (
     Section(
         "Policies",
         "The share of gradient entries that `Headroom` flushes to zero in small trainings, divided by "
-        "another rule's share. Below it, longer trainings with every rule and with constant scales.",
+        "another rule's share. Below the table are longer trainings with every rule and with constant "
+        "scales.",
         ("policies.py",),
         ("policies",),
         kept=("policies",),
     ),
     Section(
         "Guards",
-        "What a `SpikeGuard` adds to a step, in time and in what is counted. Which spikes the guards "
-        "of preamp and of other systems miss is in [Skipping spikes](guards.md#what-was-measured) "
-        "(`python benchmarks/guard_tables.py`).",
+        "What a `SpikeGuard` adds to a step, in time and in what is counted. "
+        "[Skipping spikes](guards.md#what-was-measured) shows which spikes the guards of preamp and of "
+        "other systems miss (`python benchmarks/guard_tables.py`).",
         ("torch_scaler.py", "keras_optimizer.py", "jax_step.py"),
         guards=True,
     ),
     Section(
         "Core and simulation",
-        "The time of one step of a policy in plain Python, without an adapter, and of playing drawn "
-        "gradients through ten rules.",
+        "The time of one step of a policy in plain Python, without an adapter, and of simulating ten "
+        "rules on drawn gradients.",
         ("core.py", "simulate.py"),
         ("core", "simulate"),
     ),

@@ -21,8 +21,8 @@ HEAD = """\
 `make matrix` writes this page; do not edit it.
 
 The required releases are those in `pyproject.toml`. The oldest release, the newest, and some in between are
-tested; those in bold passed all tests of their package. A Python is in bold if a row with it passed.
-`python tests/matrix.py --list` shows what is installed in each row.
+tested; those in bold passed all tests of their package. A Python version is in bold if a row that uses it
+passed. `python tests/matrix.py --list` shows what is installed for each row.
 """
 NEEDS = """\
 `src/preamp/arrays/torch_compat.py` lists the private and recent names of PyTorch that `preamp.torch` uses,

@@ -219,7 +219,7 @@ def _unknown_nan(extent: Extent) -> Finding:
     """Return the finding that the loss is NaN and never inf, for an unknown reason."""
     return extent.finding(
         "forward NaN",
-        f"The loss is NaN {extent.words}, and was never inf: the forward pass makes NaN or "
+        f"The loss is NaN {extent.words}, and was never inf: the forward pass produces NaN or "
         "overflows, or the input data hold NaN. No loss scale helps, because the loss is scaled "
         "after the forward pass.",
         "Check the batches first: `x.isfinite().all()`. If they are finite, find the first layer "
@@ -313,7 +313,7 @@ def _lost_steps(record: Record, lost: Sequence[int]) -> Finding:
         also=" If they are finite, look for the logarithm of 0 or a sum that overflows float16 in the loss "
         "function, and for an output that overflows."
         if is_inf
-        else " If they are finite, an operation makes NaN of them: a division by zero, or the root or "
+        else " If they are finite, an operation turns them into NaN: a division by zero, or the root or "
         "logarithm of a value that may be zero.",
     )
 
