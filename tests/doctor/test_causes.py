@@ -24,7 +24,7 @@ from preamp.doctor.diagnosis import _consistent
 from preamp.record.exponents import ExponentHistogram
 from preamp.record.formatting import power
 from preamp.simulation.processes import Drifting, Stationary
-from preamp.torch import GradScaler, LossScaleOptimizer
+from preamp.torch import GradScaler, Lens, LossScaleOptimizer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -1074,6 +1074,32 @@ def test_a_low_scale_that_never_moved_under_an_unknown_rule_is_too_low() -> None
     ]
     assert first(Trace(steps)).kind == "too low"
     assert first(Trace(steps, policy=repr(Dynamic(init_scale=4.0)))).kind == "never grew"
+
+
+@pytest.mark.parametrize("lr", [1e-3, 0.1])
+@pytest.mark.parametrize(("first_bad", "last_bad"), [(161, 161), (160, 160), (161, 240), (160, 240)])
+def test_a_bad_micro_batch_that_the_lens_did_not_see_is_not_blamed_on_the_loss(
+    first_bad: int, last_bad: int, lr: float
+) -> None:
+    torch.manual_seed(0)
+    model, trace = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)), Trace()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    scaler = GradScaler("cpu", init_scale=2.0**8, on_step=trace)
+    with Lens(model, every=20, scaler=scaler, on_snapshot=trace.add_snapshot):
+        for number in range(240):
+            x = torch.randn(64, 8)
+            y = (x[:, 0] > 0).long()
+            if first_bad <= number <= last_bad and number % 2 == first_bad % 2:
+                x = x * math.inf
+            scaler.scale(nn.functional.cross_entropy(model(x), y) / 2).backward()
+            if number % 2:
+                scaler.step(optimizer, max_norm=1.0)
+                scaler.update()
+                optimizer.zero_grad()
+    finding = first(trace)
+    assert finding.kind == "bad data"
+    assert ("another pass of the same step" in finding.sentence) == bool(first_bad % 2)
+    assert "targets hold" not in finding.sentence
 
 
 def test_rows_sorted_by_name_do_not_hide_the_module_that_overflows() -> None:

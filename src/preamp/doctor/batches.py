@@ -70,6 +70,20 @@ def bad_targets(extent: Extent) -> Finding:
     )
 
 
+def bad_other_pass(extent: Extent) -> Finding:
+    """Return the finding that the pass in the snapshot was sound, so that another one was not."""
+    return extent.finding(
+        "bad data",
+        f"The loss is inf or NaN {extent.words}, but all outputs and gradients of the forward and backward "
+        "pass that was recorded are finite. So the inf or NaN comes from what was not recorded: another pass "
+        "of the same step (a micro-batch), a term of the loss that does not use this model, or another rank. "
+        f"Most likely a micro-batch holds inf, NaN or extreme values. No loss scale helps.{_again(extent)}",
+        "Check each micro-batch of these steps, inputs and targets: `x.isfinite().all()`, and how large they "
+        "are. Fix or drop them. If they are finite, record the other passes too: give the Lens an `every` "
+        "that has no divisor in common with the number of passes in a step.",
+    )
+
+
 def bad_batches(record: Record, places: Sequence[int], why: str, *, also: str = "") -> Finding:
     """Return the finding that single batches fail.
 

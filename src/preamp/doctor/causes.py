@@ -21,7 +21,14 @@ from preamp.doctor.backward import (
     sporadic_nan,
     unnoticed,
 )
-from preamp.doctor.batches import bad_batches, bad_first_module, bad_inputs, bad_targets, large_inputs
+from preamp.doctor.batches import (
+    bad_batches,
+    bad_first_module,
+    bad_inputs,
+    bad_other_pass,
+    bad_targets,
+    large_inputs,
+)
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, Finding
 from preamp.doctor.first_nonfinite import (
@@ -100,14 +107,16 @@ def _mostly_lost(record: Record) -> Finding | None:
 def _source_of(record: Record, end: Failure) -> Origin | None:
     """Return where the first inf or NaN was in the steps that failed; None without snapshots of them."""
     first = record.index[end.start]
-    if end.is_forward:  # only the first: by later steps, more may be inf or NaN
-        snapshots = lost_snapshots(record, end.start)[:1]
-    else:
-        snapshots = [
-            snapshot
-            for snapshot in record.snapshots
-            if snapshot.index >= first and not record.is_lost(snapshot)
-        ]
+    if end.is_forward:  # only the first that shows it: by later steps, more may be inf or NaN
+        source = None
+        for snapshot in lost_snapshots(record, end.start):
+            source = origin_of(record, snapshot)
+            if source.stage != "other pass":
+                break
+        return source
+    snapshots = [
+        snapshot for snapshot in record.snapshots if snapshot.index >= first and not record.is_lost(snapshot)
+    ]
     origins = [origin_of(record, snapshot) for snapshot in snapshots]
     return most_common_origin(origins)
 
@@ -132,6 +141,8 @@ def _at(record: Record, end: Failure, source: Origin, extent: Extent) -> Finding
         if _changed_at_once(record, end, source):
             return bad_targets(extent)
         return in_loss(extent, is_inf=end.inf > 0)
+    if source.stage == "other pass":
+        return bad_other_pass(extent)
     if source.stage == "elsewhere" and not end.is_forward:
         return not_of_this_pass(record, end)
     if end.is_forward:
@@ -302,6 +313,8 @@ def _lost_steps(record: Record, lost: Sequence[int]) -> Finding:
             return bad_first_module(extent, source)
         if source.stage == "loss" and (is_inf or _may_saturate(record, source.snapshot)):
             return in_loss(extent, is_inf=is_inf)
+        if source.stage == "other pass":
+            return bad_other_pass(extent)
     elif close := close_to_overflow(record):
         return nearly_overflows(extent, close)
     if is_inf and _share_grows(record, lost):

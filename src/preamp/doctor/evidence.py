@@ -385,6 +385,11 @@ class Record:
         loss = None if place is None else self.loss[place]
         return loss is not None and not math.isfinite(loss)
 
+    def has_skipped(self, snapshot: Snapshot) -> bool:
+        """Return whether the step of a snapshot was skipped because it overflowed."""
+        place = self._place(snapshot)
+        return place is not None and bool(self.skipped[place])
+
     def _place(self, snapshot: Snapshot) -> int | None:
         place = bisect_left(self.index, snapshot.index)
         return place if place < len(self) and self.index[place] == snapshot.index else None

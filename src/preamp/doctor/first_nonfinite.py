@@ -28,7 +28,7 @@ FAR_LARGER: Final = 7
 UPDATES_SHOW: Final = 3
 """Weights that grew by this many powers of two were made large by updates."""
 
-Stage = Literal["data", "weights", "module", "between", "loss", "backward", "elsewhere"]
+Stage = Literal["data", "weights", "module", "between", "loss", "other pass", "backward", "elsewhere"]
 What = Literal["overflow", "NaN", "unknown"]
 
 
@@ -38,10 +38,12 @@ class Origin(NamedTuple):
     Attributes:
         stage: "data": the input of the first module; "weights"; "module": the output of a module with finite
             inputs; "between": the input of a module, though the outputs of all modules before it are finite;
-            "loss": the loss, though all outputs are finite; "backward": a gradient, though the loss is finite
-            or unknown; "elsewhere": nothing in the snapshot.
+            "loss": the loss, though all outputs are finite; "other pass": as "loss", but the gradients of the
+            pass in the snapshot are finite and those of the step are not, so it is in what the snapshot does
+            not show, such as another micro-batch; "backward": a gradient, though the loss is finite or
+            unknown; "elsewhere": nothing in the snapshot.
         snapshot: of the step.
-        row: the values that were not finite; None for "loss" and "elsewhere".
+        row: the values that were not finite; None for "loss", "other pass" and "elsewhere".
         what: "overflow": the other values are close to the largest number of the format; "NaN": they are
             not, so an operation made it; "unknown": no finite values were left.
         is_first: whether it is the first module in forward.
@@ -85,9 +87,13 @@ def origin_of(record: Record, snapshot: Snapshot) -> Origin:
     first = lost[0] if lost else None
     if first is not None:
         return _in_forward(snapshot, first, outputs, bad, known)
+    backward = [row for row in snapshot.rows if row.direction == "backward"]
+    gradients = [row for row in backward if _lost(row)]
     if record.is_lost(snapshot):
+        is_measured = any(row.what == "gradient" for row in backward)
+        if outputs and is_measured and not gradients and record.has_skipped(snapshot):
+            return Origin("other pass", snapshot)
         return Origin("loss" if outputs else "elsewhere", snapshot)
-    gradients = [row for row in snapshot.rows if row.direction == "backward" and _lost(row)]
     if gradients:
         return Origin("backward", snapshot, gradients[0], _what(snapshot, gradients[0], known))
     return Origin("elsewhere", snapshot)
@@ -124,6 +130,8 @@ def _may_overflow(snapshot: Snapshot, given: SnapshotRow) -> bool:
 def most_common_origin(origins: Iterable[Origin]) -> Origin | None:
     """Return the most frequent kind of origin; of several of this kind, the one at the lowest scale."""
     listed = list(origins)
+    # A pass that was sound does not show what happened in the others; another snapshot may.
+    listed = [one for one in listed if one.stage != "other pass"] or listed
     if not listed:
         return None
     (kind, _), *_ = Counter(map(_kind, listed)).most_common(1)
