@@ -347,6 +347,90 @@ def test_gradients_clipped_while_scaled_are_recognized_by_their_norm() -> None:
     assert first(Trace(steps)).kind == "clipped while scaled"
 
 
+@pytest.mark.parametrize(
+    ("bound", "losses", "is_clipped"),
+    [
+        (1.0, True, True),
+        (0.37, True, True),
+        (1.0, False, True),  # full batches and SGD: the loss hardly moves, but nobody's gradients have norm 1
+        (0.37, False, False),
+        (6.5e-4, True, False),
+    ],
+)
+def test_a_constant_norm_at_a_constant_scale_was_not_always_clipped(
+    bound: float, losses: bool, is_clipped: bool
+) -> None:
+    scale = 2.0**16
+    steps = [
+        Step(n, scale, True, False, scale, 0.5 + 0.1 * (n % 7) * losses, bound / scale) for n in range(200)
+    ]
+    found = diagnose(Trace(steps, policy=repr(Static(scale)))).findings
+    assert (found[0].kind == "clipped while scaled") == is_clipped
+
+
+@pytest.mark.parametrize("rows", [64, 4096])
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_a_tiny_loss_is_not_taken_for_clipping(rows: int, is_fixed: bool) -> None:
+    torch.manual_seed(0)
+    model, trace = nn.Linear(8, 1), Trace(policy=repr(Static(2.0**16)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", policy=Static(2.0**16), on_step=trace)
+    batch = torch.randn(rows, 8)
+    for _ in range(200):
+        optimizer.zero_grad()
+        scaler.scale(1e-8 * model(batch if is_fixed else torch.randn(rows, 8)).mean()).backward()
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+    assert "clipped while scaled" not in [finding.kind for finding in diagnose(trace).findings]
+
+
+@pytest.mark.parametrize("lr", [0.1, 10.0])
+def test_clipping_before_unscaling_is_found_at_a_constant_scale(lr: float) -> None:
+    torch.manual_seed(0)
+    model, trace = nn.Linear(8, 1), Trace()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    scaler = GradScaler("cpu", on_step=trace)
+    batch = torch.randn(64, 8)
+    for _ in range(200):
+        optimizer.zero_grad()
+        scaler.scale((model(batch) - batch[:, :1]).square().mean()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer, max_norm=1e9)
+        scaler.update()
+    assert first(trace).kind == "clipped while scaled"
+
+
+def _diverged_in_keras(*, opening: int, finite: int, epoch: int) -> Trace:
+    """Return a run with one update, whose loss is known up to its first inf in each epoch."""
+    steps, scale = [], 2.0**24
+    for n in range(400):
+        taken = n == opening
+        loss = 6.0 + n % 3 if n <= opening else 2e8 + n if n <= opening + finite else math.inf
+        is_known = math.isfinite(loss) or n == opening + finite + 1 or n % epoch == 0
+        new = scale if taken else max(scale / 2, 2.0**-14)
+        norm = 4.0 if taken else None
+        steps.append(Step(n, scale, taken, not taken, new, loss if is_known else None, norm))
+        scale = new
+    return Trace(steps, policy=repr(Dynamic(init_scale=2.0**24)))
+
+
+@pytest.mark.parametrize("opening", [0, 9])
+@pytest.mark.parametrize("finite", [5, 25, 400])
+@pytest.mark.parametrize("epoch", [100, 1000])
+def test_a_loss_that_is_unknown_after_inf_is_not_called_finite(opening: int, finite: int, epoch: int) -> None:
+    found = diagnose(_diverged_in_keras(opening=opening, finite=finite, epoch=epoch)).findings
+    assert found[0].kind == "diverged"
+
+
+def test_steps_without_a_loss_after_inf_do_not_show_a_fault_in_backward() -> None:
+    steps = [
+        Step(n, 2.0**-14, n == 30, n != 30, 2.0**-14, 0.5 if n < 20 else math.inf if n == 20 else None)
+        for n in range(300)
+    ]
+    for finding in diagnose(Trace(steps)).findings:
+        assert "loss is finite" not in finding.sentence
+
+
 def test_losses_that_repeat_exactly_are_no_learning() -> None:
     losses = [0.5 + 0.01 * (n % 12) for n in range(240)]
     steps = [Step(n, 8.0, finite=True, skipped=False, loss=loss) for n, loss in enumerate(losses)]

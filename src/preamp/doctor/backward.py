@@ -53,7 +53,7 @@ def in_backward(record: Record, end: Failure, source: Origin | None) -> Finding 
 
 def _otherwise(record: Record, end: Failure, source: Origin | None) -> str:
     """Return what else may be the cause, depending on what was not recorded."""
-    if not end.losses:
+    if not end.is_backward:
         return " If the loss itself is inf or NaN, look at the data and the loss function."
     if source is None and end.start > record.opening:
         return (

@@ -30,6 +30,7 @@ class Failure(NamedTuple):
 
     Attributes:
         start: the place of its first step.
+        steps: how many steps it has.
         losses: how many of its steps have a loss.
         not_finite: how many of these losses are inf or NaN.
         inf: how many of these losses are inf.
@@ -38,6 +39,7 @@ class Failure(NamedTuple):
     """
 
     start: int
+    steps: int
     losses: int
     not_finite: int
     inf: int
@@ -46,13 +48,14 @@ class Failure(NamedTuple):
 
     @property
     def is_forward(self) -> bool:
-        """Whether the loss itself was inf or NaN."""
+        """Whether the loss itself was inf or NaN, where it is known."""
         return self.losses > 0 and self.not_finite >= self.losses / 2
 
     @property
     def is_backward(self) -> bool:
-        """Whether the loss was finite."""
-        return self.losses > 0 and not self.is_forward
+        """Whether the loss was finite. After one that was not, it may be unknown in most steps."""
+        is_unknown = self.not_finite > 0 and self.steps - self.losses > self.losses - self.not_finite
+        return self.losses > 0 and not self.is_forward and not is_unknown
 
 
 class Rise(NamedTuple):
@@ -75,21 +78,23 @@ class Rise(NamedTuple):
 def failure(record: Record) -> Failure | None:
     """Return the last part of a run in which nearly every step is bad; None for a run that did not fail."""
     size, loss = len(record), record.loss
-    bad = bytearray(size)
+    bad, lost = bytearray(size), False
     for place, skipped in enumerate(record.skipped):
-        lost = loss.known[place] and not math.isfinite(loss.values[place])
+        # A loss that is unknown after one that was lost, as in the rest of an epoch of Keras on JAX, is lost
+        # too, until a step is taken.
+        lost = not math.isfinite(loss.values[place]) if loss.known[place] else lost and bool(skipped)
         bad[place] = 2 if lost else 1 if skipped else 0
     start = _start(bad, 1)
     if 2 * bad.count(2, start) >= size - start:  # do not count steps skipped before that to find the scale
         start = _start(bad, 2)
-    part = bad[start:]
-    enough = len(part) >= LEAST_FAILED or part.count(2) >= LEAST_NOT_FINITE
-    if not enough:
+    losses, finite = loss.count(start), len(loss.finite(start))
+    if size - start < LEAST_FAILED and losses - finite < LEAST_NOT_FINITE:
         return None
     return Failure(
         start,
-        losses=loss.count(start),
-        not_finite=part.count(2),
+        steps=size - start,
+        losses=losses,
+        not_finite=losses - finite,
         inf=sum(map(math.isinf, loss.values[start:])),
         lowest=min(record.scales[start:size]),
         skips=sum(record.skipped[start:]),

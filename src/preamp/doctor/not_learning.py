@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -19,8 +20,12 @@ from preamp.record.snapshots import Snapshot, SnapshotRow, module_of
 
 MOST_VALUES: Final = 10_000  # of batches in an epoch
 LEAST_CLIPPED: Final = 2.0**10  # at such a scale, nobody would choose a bound this small on purpose
+SMALLEST_BOUND: Final = 0.01  # that people clip at
 MOST_CLIPPED: Final = 100.0
 ALIKE: Final = 1.01
+ROUNDED: Final = 1.002
+"""Norms that were clipped differ by less than this factor: by the rounding of float16 entries."""
+MOST_OF_ONE_SCALE: Final = 0.9
 NEARLY, ALIVE = 0.97, 0.9  # shares of zeros: of units that died, and at most of those that live
 
 
@@ -100,21 +105,24 @@ def _other_parameters(record: Record) -> Finding | None:
 
 
 def clipped_while_scaled(record: Record) -> Finding | None:
-    """Find gradients that were clipped before they were unscaled: norm times scale is constant."""
+    """Find gradients that were clipped before they were unscaled: norm times scale is constant.
+
+    At a constant scale that may be because nothing else changes either. See `_is_bound`.
+    """
     norms = record.grad_norm
-    bounds = array(
-        "d",
-        (
-            norm * scale
-            for norm, known, scale in zip(norms.values, norms.known, record.scales, strict=False)
-            if known and scale >= LEAST_CLIPPED and math.isfinite(norm)
-        ),
-    )
+    bounds, scales = array("d"), array("d")
+    for norm, known, scale in zip(norms.values, norms.known, record.scales, strict=False):
+        if known and scale >= LEAST_CLIPPED and math.isfinite(norm):
+            bounds.append(norm * scale)
+            scales.append(scale)
     if len(bounds) < SHORT:
         return None
-    ordered = sorted(bounds)
-    low, bound, high = (ordered[len(ordered) * tenth // 10] for tenth in (1, 5, 9))
+    low, bound, high = _tenths(bounds)
     if not 0.0 < high <= MOST_CLIPPED or high > ALIKE * low:
+        return None
+    counts = Counter(scale for scale, one in zip(scales, bounds, strict=True) if low <= one <= high)
+    is_one_scale = max(counts.values()) > MOST_OF_ONE_SCALE * counts.total()
+    if is_one_scale and not _is_bound(record, low, bound, high):
         return None
     return Finding(
         kind="clipped while scaled",
@@ -127,6 +135,28 @@ def clipped_while_scaled(record: Record) -> Finding | None:
         "loss_scaled(optimizer, max_norm=...).",
         numbers={"bound": bound},
     )
+
+
+def _is_bound(record: Record, low: float, bound: float, high: float) -> bool:
+    """Return whether a norm that is constant at a constant scale is one that gradients were clipped to.
+
+    It is the same to rounding then, and either the loss differs from step to step or it is a round number.
+    """
+    if low < SMALLEST_BOUND or high > ROUNDED * low:
+        return False
+    losses = record.loss.finite()
+    if len(losses) >= SHORT:
+        least, _, most = _tenths(losses)
+        if most - least > (ALIKE - 1.0) * max(abs(least), abs(most)):
+            return True
+    return math.isclose(bound, float(f"{bound:.0e}"), rel_tol=ROUNDED - 1.0)
+
+
+def _tenths(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the numbers that 10%, 50% and 90% of some numbers are below."""
+    ordered = sorted(values)
+    low, middle, high = (ordered[len(ordered) * tenth // 10] for tenth in (1, 5, 9))
+    return low, middle, high
 
 
 def poisoned_buffers(record: Record) -> Finding | None:

@@ -32,7 +32,7 @@ HARMLESS: Final = 0.2  # times the first losses: a spike below this does little 
 
 def diverged(record: Record, end: Failure, source: Origin | None) -> Finding | None:
     """Find that the loss, the gradients or the weights grew before the run failed."""
-    if not update_count(record, end.start) and end.skips:
+    if not update_count(record, len(record)) and end.skips:
         return None  # nothing was updated
     losses = record.loss.finite()  # also of skipped steps, which show the effect of the last update
     loss, norm = rise(losses), rise(record.grad_norm.finite())
