@@ -32,7 +32,9 @@ HARMLESS: Final = 0.2  # times the first losses: a spike below this does little 
 
 def diverged(record: Record, end: Failure, source: Origin | None) -> Finding | None:
     """Find that the loss, the gradients or the weights grew before the run failed."""
-    if not update_count(record, len(record)) and end.skips:
+    # With a finite loss, the steps that were skipped first to find the scale are part of the failure.
+    stop = len(record) if end.is_backward else end.start
+    if not update_count(record, stop) and end.skips:
         return None  # nothing was updated
     losses = record.loss.finite()  # also of skipped steps, which show the effect of the last update
     loss, norm = rise(losses), rise(record.grad_norm.finite())
