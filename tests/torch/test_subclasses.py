@@ -189,7 +189,7 @@ def test_capturable_refuses_a_first_step_of_an_optimizer_it_does_not_know(weight
 
     scaler = GradScaler("cpu", capturable=True)
     give(scaler, weight, 0.5)
-    with pytest.raises(UsageError, match="state of Slow begins with"):
+    with pytest.raises(UsageError, match="initial state of Slow is not known"):
         scaler.step(Slow([weight]))
     assert weight.tolist() == [1.0, 1.0]
 

@@ -319,6 +319,9 @@ class GradScaler(torch.amp.GradScaler):
         self._order: dict[int, int] | None = None  # in which backward reaches parameters, by their id
         self._scalings = 0  # counts `scale`, so that a closure that never calls it is noticed
         self._is_pending = False  # whether a loss was scaled since the last update
+        self._was_scaled = False  # whether one was since the last update after a step
+        # Other ranks may scale the loss, and graphs do without being heard of: then it cannot be told.
+        self._notices_unscaled = process_group is None and reduce is None and not capturable
         self._changed_by: str | None = None  # what changed the scale after a loss was scaled with another
         # Set by `LossScaleOptimizer`, which is a GradScaler and an optimizer in one.
         self._loss_factor = 1.0  # a constant in every loss, besides the scale
@@ -1379,11 +1382,12 @@ class GradScaler(torch.amp.GradScaler):
         if self._loss_scale.tensor is None:
             self._lazy_init_scale_growth_tracker(output.device)
         self._losses.add(output)
-        self._is_pending, self._changed_by = True, None
+        self._is_pending, self._was_scaled, self._changed_by = True, True, None
         if not torch.compiler.is_compiling():
             self._scalings += 1
             # A graph that is captured now scales whenever it is replayed, and nothing is heard of it here.
             self._is_pending = output.is_cpu or not is_capturing(output)
+            self._notices_unscaled &= self._is_pending
             if self._order is None and output.grad_fn is not None:
                 self._order = backward_order(output.grad_fn)
         wide = output.float() if output.dtype is torch.float16 else output
@@ -1463,6 +1467,16 @@ class GradScaler(torch.amp.GradScaler):
             measured.norm = norm if before is None else before
             measured.finite = measured.norm.isfinite()  # read when `last_step` is
 
+    def _warn_of_unscaled(self) -> None:
+        self._notices_unscaled = False
+        warnings.warn(
+            "no loss was scaled before this step, so it divided the gradients by a scale that they were not "
+            f"multiplied with. Write {self._how_to_scale}. With several optimizers, call update() once, "
+            "after the last of their steps. If you multiply the loss by get_scale() yourself, ignore this.",
+            UserWarning,
+            stacklevel=level_of_caller("torch", "deepspeed"),
+        )
+
     def _finish(
         self,
         steps: dict[int, MeasuredGradients],
@@ -1485,6 +1499,9 @@ class GradScaler(torch.amp.GradScaler):
         loss = self._losses.take()
         if not steps:
             return
+        if not self._was_scaled and self._notices_unscaled:
+            self._warn_of_unscaled()
+        self._was_scaled = False
         if self._guarding is not None and self._guarding.uses_loss and number_of_ranks() > 1:
             loss = mean_in(list(steps.values())[-1]) or loss
         index = (self._loss_scale.steps if state is None else state.steps) - 1

@@ -157,6 +157,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         self.scaler._always_reads = True  # whether a step was taken decides what follows here
         self.scaler._how_to_scale = "optimizer.backward(loss)"
         self.scaler._warns_of_small_eps = False  # that is done here
+        self.scaler._notices_unscaled = False  # so is that, and it raises
         self._scaled = _Scaled()
         self._scaled_losses = ScaledLosses()
         self.on_step: Callable[[Step], object] | None = on_step
