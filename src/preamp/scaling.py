@@ -16,7 +16,8 @@ PyTorch keeps the state as Python floats or as tensors, JAX as a pytree, Keras a
 from __future__ import annotations
 
 import math
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from preamp.checks import shown
 from preamp.errors import PolicyError
@@ -40,6 +41,7 @@ __all__ = [
     "to_step",
 ]
 
+Framework: TypeAlias = Literal["torch", "jax", "keras", "tensorflow"]
 S = TypeVar("S", bound=Any)  # the policy's own state, a NamedTuple of T
 T = TypeVar("T")  # a scalar: a Python number, or one of a framework
 
@@ -100,6 +102,50 @@ class Step(NamedTuple):
         if not self.skipped:
             return None
         return "spike" if self.finite and self.spike is not None else "overflow"
+
+    @property
+    def framework(self) -> Framework | None:
+        """The framework whose adapter made this step; None for one that was made by hand or read back."""
+        return None
+
+
+class _FrameworkStep(Step):
+    """A step that knows its framework, which is the same for a whole run and so is no field."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(Step._make(self))
+
+
+class _TorchStep(_FrameworkStep):
+    __slots__ = ()
+    framework = "torch"
+
+
+class _JaxStep(_FrameworkStep):
+    __slots__ = ()
+    framework = "jax"
+
+
+class _KerasStep(_FrameworkStep):
+    __slots__ = ()
+    framework = "keras"
+
+
+class _TensorFlowStep(_FrameworkStep):
+    __slots__ = ()
+    framework = "tensorflow"
+
+
+STEPS: Final[Mapping[Framework | None, type[Step]]] = {
+    None: Step,
+    "torch": _TorchStep,
+    "jax": _JaxStep,
+    "keras": _KerasStep,
+    "tensorflow": _TensorFlowStep,
+}
+"""The type of a step by the framework of the adapter that makes it. All are equal to plain steps."""
 
 
 class Measured(NamedTuple, Generic[T]):
@@ -359,6 +405,7 @@ def to_step(
     culprits: tuple[str, ...] = (),
     buffers: tuple[str, ...] = (),
     restored: tuple[str, ...] = (),
+    framework: Framework | None = None,
 ) -> Step | None:
     """Return the record of the last step; None before the first.
 
@@ -368,13 +415,14 @@ def to_step(
         culprits: as in `Step`.
         buffers: as in `Step`.
         restored: as in `Step`.
+        framework: as in `Step`.
     """
     if not state.steps:
         return None
     finite = bool(state.finite)
     spike = spike_of(state)
     norm_is_known = finite and state.grad_norm is not None and not math.isnan(state.grad_norm)
-    return Step(
+    return STEPS[framework](
         index=int(state.steps) - 1,
         scale=state.last_scale,
         finite=finite,

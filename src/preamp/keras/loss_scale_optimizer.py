@@ -255,11 +255,12 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """
         if self._loss_of_step is None:
             state = self._scaler.state_of(self._numbers())
-            return to_step(state, loss=_loss_of_guard(state))
+            return to_step(state, loss=_loss_of_guard(state), framework="keras")
         *numbers, loss, at = self._numbers(*self._loss_of_step)
         state = self._scaler.state_of(numbers)
         # A compiled step leaves the loss of an older one there.
-        return to_step(state, loss=loss if state.steps == at else _loss_of_guard(state))
+        own = loss if state.steps == at else _loss_of_guard(state)
+        return to_step(state, loss=own, framework="keras")
 
     def check_exhausted(self) -> None:
         """Raise if the policy gave up in a compiled step, which cannot raise, until a state is loaded.

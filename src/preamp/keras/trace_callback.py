@@ -130,7 +130,7 @@ class TraceCallback(keras.callbacks.Callback):
         numbers = arrays.read([*scalars, *values])
         of_losses, numbers = numbers[: len(scalars)], numbers[len(scalars) :]
         state = optimizer._scaler.state_of(numbers)
-        step = to_step(state)
+        step = to_step(state, framework="keras")
         if step is None:
             return
         loss = self._losses.loss(of_losses, numbers[-2], (logs or {}).get("loss"))

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from operator import itemgetter
 from os import PathLike
 from pathlib import Path
@@ -100,6 +100,7 @@ class Trace:
         stopped: why the run ended early, or None.
         resumed: the index of every step that did not follow the one before it: there the run was resumed
             from an older checkpoint, and the repeated steps have replaced those that were lost.
+        framework: "torch", "jax", "keras" or "tensorflow": whose adapter made the steps; None if unknown.
 
     Raises:
         TraceError: if the file exists and mode is "new", if another trace writes it, if it is not a trace,
@@ -143,6 +144,7 @@ class Trace:
         self.about: dict[str, Any] = about
         self.stopped: str | None = None
         self.resumed: list[int] = []
+        self.framework: str | None = None
         self._snapshots_before = 0  # the number of snapshots that came before the last step
         self._closed: str | None = None  # why no step can be recorded any more
         self._file: TraceFile | None = None
@@ -168,6 +170,9 @@ class Trace:
             raise TypeError(f"{shown(step)} is not a Step. Write trace(Step(index, scale, finite, skipped)).")
         row = row_of(step)
         self._warn_of_lost_steps(row[0])
+        if step.framework not in (None, self.framework):
+            self._write(line_of, {"framework": step.framework})
+            self.framework = step.framework
         self._write(step_line, row)
         self._record(row)
         self.stopped = None  # the run continues
@@ -283,7 +288,8 @@ class Trace:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trace):
             return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip_longest(self._lines(), other._lines()))
+        # Not by the framework, which steps that were read back do not have.
+        return len(self) == len(other) and all(a == b for a, b in zip_longest(self._run(), other._run()))
 
     __hash__: ClassVar[None] = None  # type: ignore[assignment]  # a trace changes while it is recorded
 
@@ -423,6 +429,7 @@ class Trace:
             trace.about = trace.about or one.about
             trace.stopped = trace.stopped or one.stopped
             trace.resumed = trace.resumed or one.resumed
+            trace.framework = trace.framework or one.framework
             trace.snapshots = sorted(trace.snapshots + one.snapshots, key=itemgetter(0))
             done += size
         trace._columns = merger.columns
@@ -454,6 +461,8 @@ class Trace:
         ((name, value),) = entry.items()
         if name == "stopped" and isinstance(value, str):
             self.stopped = value
+        elif name == "framework" and isinstance(value, str):
+            self.framework = value
         elif name == "snapshot":
             self.snapshots.append(_as_snapshot(path, number, value))
         elif name == "resumed" and type(value) is int:
@@ -487,6 +496,13 @@ class Trace:
 
     def _lines(self) -> Iterator[str]:
         """Yield the lines of a file of this trace."""
+        yield head_line(self.about)
+        if self.framework is not None:
+            yield line_of({"framework": self.framework})
+        yield from islice(self._run(), 1, None)
+
+    def _run(self) -> Iterator[str]:
+        """Yield these lines, but not that of the framework."""
         yield head_line(self.about)
         yield from (line_of({"resumed": index}) for index in self.resumed)
         snapshots = deque(self.snapshots)

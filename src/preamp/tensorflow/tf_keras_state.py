@@ -260,8 +260,9 @@ class LossScaleState(theirs._DynamicLossScaleState):
             return None
         loss = self.losses.read(int(state.steps))
         if state.finite or self._buffers is None:
-            return to_step(state, loss=loss)
-        return to_step(state, loss=loss, buffers=self._buffers.ruined(), restored=self._buffers.restored())
+            return to_step(state, loss=loss, framework="tensorflow")
+        buffers, restored = self._buffers.ruined(), self._buffers.restored()
+        return to_step(state, loss=loss, buffers=buffers, restored=restored, framework="tensorflow")
 
     def skipped(self) -> int:
         """Return how many steps have been skipped, copied to the host."""

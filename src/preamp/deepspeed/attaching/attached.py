@@ -365,7 +365,7 @@ class Attached:
         loss = self._losses.take()
         number = loss.read() if isinstance(loss, UnreadLoss) else loss
         state = decision.state._replace(last_scale=scale, grad_norm=self._norm, steps=index + 1)
-        step = to_step(state, loss=number, culprits=decision.culprits)
+        step = to_step(state, loss=number, culprits=decision.culprits, framework="torch")
         assert step is not None  # index + 1 steps were taken
         self.last_step = step
         self.overflow_log(step, self._attributes.overflows_left(state.policy_state))

@@ -360,7 +360,7 @@ def last_step(opt_state: LossScaledState) -> Step | None:
         record["guard"] = guard._replace(**decision | {"loss_fits": lacked_loss or decision["loss_fits"]})
     state: ScalerState[Any, float] = ScalerState(type(policy_state)(*numbers[:count]), **record)
     Dynamic().restore({"scale": state.policy_state.scale})  # raises for what no policy can resume from
-    return to_step(state, loss=None if loss == UNKNOWN_LOSS else loss)
+    return to_step(state, loss=None if loss == UNKNOWN_LOSS else loss, framework="jax")
 
 
 def _warn_of_losses(guard: GuardRecord[Array], lacked_loss: bool) -> None:

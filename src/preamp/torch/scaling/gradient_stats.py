@@ -21,7 +21,7 @@ from preamp.arrays.torch_devices import widest
 from preamp.checks import FLOAT32_MAX
 from preamp.errors import PolicyError
 from preamp.policy import Policy
-from preamp.scaling import GuardRecord, Measured, ScalerState, Spike, Step, spike_in, to_step
+from preamp.scaling import STEPS, GuardRecord, Measured, ScalerState, Spike, Step, spike_in, to_step
 from preamp.torch.scaling.backward_norms import BackwardNorms
 from preamp.torch.scaling.buffers import Ruined
 from preamp.torch.scaling.optimizers import OptimizerLike
@@ -422,7 +422,7 @@ def step_of(
     finite = all(step.finite for step in read)
     norms = [step.norm for step in read if isinstance(step.norm, float)]
     peaks = [step.stats.peak for step in read if step.stats and isinstance(step.stats.peak, float)]
-    return Step(
+    return STEPS["torch"](
         int(index),
         float(read[0].scale),
         finite,
@@ -453,9 +453,16 @@ def recorded(
         buffers: called if the step was skipped.
     """
     if all(step.taken for step in steps):
-        return to_step(state, loss=read_loss(loss))
-    loss, culprits, ruined = read_loss(loss), culprits_of(steps), buffers()
-    record = to_step(state, loss=loss, culprits=culprits, buffers=ruined.names, restored=ruined.restored)
+        return to_step(state, loss=read_loss(loss), framework="torch")
+    ruined = buffers()
+    record = to_step(
+        state,
+        loss=read_loss(loss),
+        culprits=culprits_of(steps),
+        buffers=ruined.names,
+        restored=ruined.restored,
+        framework="torch",
+    )
     return None if record is None else record._replace(skipped=True, spike=spike_of_steps(steps))
 
 
