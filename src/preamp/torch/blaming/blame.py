@@ -250,9 +250,11 @@ class Step:
             except Finished as finished:
                 loss = finished.loss
         if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
+            of_jax = isinstance(loss, tuple) and bool(loss) and callable(loss[0])
             raise UsageError(
                 f"The function to blame returned {shown(loss)} instead of a loss. Return a floating-point "
                 "tensor with one element."
+                + (" If it is a function of JAX, write preamp blame --framework jax." if of_jax else "")
             )
         if loss not in recorder.here or not recorder.here.of(loss).requires_grad:
             raise UsageError(
