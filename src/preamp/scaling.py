@@ -73,7 +73,8 @@ class Step(NamedTuple):
         grad_norm: global L2 norm of the unscaled gradients.
         peak: the largest finite magnitude among the scaled gradients.
         zeros: the share of gradient entries that are exactly zero, from 0 to 1.
-        culprits: names of the parameters whose gradients were not finite, first in backward order.
+        culprits: names of the parameters whose gradients were not finite, first in backward order. Compiled
+            steps of JAX, Keras and TensorFlow name none.
         seconds: wall time of the step.
         buffers: names of module buffers, such as BatchNorm's running statistics, that were not finite after
             a skipped step.
