@@ -172,8 +172,8 @@ def _nothing_ran(target: str, result: object) -> str:
     if isinstance(result, (tuple, list)) and result and callable(result[0]):
         return (
             f"{target} ran no operator: it returns a function and its arguments, and only {name} itself is "
-            f"called. Write a function that calls it, such as def run(): fn, args = {name}(); fn(*args). If it "
-            "is a function of JAX, write --framework jax."
+            f"called. Write a function that calls it, such as def run(): fn, args = {name}(); fn(*args). "
+            "If it is a function of JAX, write --framework jax."
         )
     return (
         f"{target} ran no operator on tensors, so there is nothing to show. Write a function that runs the "
