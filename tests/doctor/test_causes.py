@@ -818,6 +818,14 @@ def test_a_higher_scale_is_advised_where_it_is_called_too_low(
             better = found.better(finding)
             assert getattr(better, "init_scale", None) is not None
             assert better.init_scale > 2.0**start
+            record = found.record
+            first = record.highest_scale(record.settled[: max(20, len(record.settled) // 20)])
+            assert better.init_scale == 2.0 ** (first - 1)
+            said = f"Start higher, at {power(better.init_scale)}: one power of two, as a margin, below"
+            assert finding.advice.startswith(said)
+        if finding.kind == "too low" and "headroom" in finding.numbers:
+            highest = found.record.highest_scale(found.record.late)
+            assert f"powers of two below {power(2.0**highest)}, the highest" in finding.sentence
 
 
 def test_a_policy_that_looks_at_gradients_gets_no_blame_for_a_quick_fall() -> None:

@@ -171,7 +171,7 @@ def never_grew(record: Record) -> Finding | None:
         severity=_waste(record),
         sentence=f"The scale stayed at {power(record.scales[-1])}{_too_short(record, interval)}"
         f"{_headroom_words(record)}.{lost_words(record.snapshot, _advised(settings))}",
-        advice=_higher_words(record, settings, record.scales[-1])
+        advice=_higher_words(settings, record.scales[-1])
         if record.headroom
         else "Whether it could be higher is unknown. Let it grow sooner and see.",
         numbers={"steps": len(record.settled), "headroom": record.headroom or 0},
@@ -199,26 +199,21 @@ def too_low(record: Record) -> Finding | None:
         sentence=f"At {power(usual)}, the scale is {powers(record.headroom)} below "
         f"{power(_scale(exponent_of(usual) + record.headroom))}, the highest that all late steps allow."
         f"{lost_words(record.snapshot, _advised(settings))}",
-        advice=_higher_words(record, settings, usual),
+        advice=_higher_words(settings, usual),
         numbers={"headroom": record.headroom, "scale": usual},
         settings=settings,
     )
 
 
-def _higher_words(record: Record, settings: Mapping[str, Any], now: float) -> str:
+def _higher_words(settings: Mapping[str, Any], now: float) -> str:
     """Return the advice that goes with the settings of a higher scale."""
-    highest = record.highest_scale(record.late)
     start = settings.get("scale") or settings.get("init_scale")
     if start is not None and start > now:
-        return f"Start higher{_margin_words(start, highest)}."
+        # As `_higher_start` computes them.
+        which = "all steps" if "scale" in settings else "the first steps"
+        return f"Start higher, at {power(start)}: one power of two, as a margin, below what {which} allow."
     lower = "start lower and " if start is not None else ""
     return f"The gradients shrink: {lower}let the scale grow sooner, or follow their peaks with Headroom()."
-
-
-def _margin_words(start: float, highest: int | None) -> str:
-    """Return how far a scale is below the highest possible one; "" where it is not."""
-    margin = 0 if highest is None else highest - exponent_of(start)
-    return f" at {power(start)}, which leaves a margin of {powers(margin)}" if margin > 0 else ""
 
 
 def _below_one(record: Record) -> Finding | None:
