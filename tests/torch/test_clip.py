@@ -449,7 +449,7 @@ def test_where_reads_cost_a_fused_step_has_none_and_any_other_one(monkeypatch, l
     fused = ours()
     assert counted(fused, "AdamW fused", **limits).reads == 0
     norm = pytest.approx(644**0.5 / 1024)
-    assert fused.last_step == (1, 1024.0, True, False, 1024.0, 0.0, norm, None, None, (), None, (), None)
+    assert fused.last_step == (1, 1024.0, True, False, 1024.0, 0.0, norm, None, None, (), None, (), None, ())
     assert counted(ours(), "SGD", **limits).reads == 1 + ("max_value" in limits)
     for kind in ("SGD", "AdamW fused", "SGD fused momentum"):
         bare = counted(None, kind, bare=True).reads
