@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from preamp.arrays import torch_compat as compat
-from preamp.autocasting.blame import Blame, BlameRow, ranked
+from preamp.autocasting.blame import Blame, BlameRow, ranked, with_parameters
 from preamp.autocasting.tables import Casting
 from preamp.checks import positive, shown, whole
 from preamp.errors import CastingError, UsageError
@@ -27,7 +27,6 @@ from preamp.torch.scaling.grad_scaler import GradScaler
 from preamp.torch.scaling.unscaled import watch
 
 FIRST_SCALE = 2.0**16  # with which dynamic loss scaling starts
-MEASURED = 3  # rows that are measured by themselves
 REPAIRED = (
     "Values that overflowed were replaced by the largest number of the format, and the loss is computed from "
     "these."
@@ -98,11 +97,7 @@ def blame(
     """
     step = Step(loss_fn, args, model, dtype, emulate, loss_scale, seed)
     found = step.run(casting)
-    rows = list(found.rows)
-    for at, row in enumerate(rows[:MEASURED]):
-        if row.guilty:
-            rows[at] = step.measured(row, casting, found.loss_scale)
-    return replace(found, rows=rows)
+    return with_parameters(found, lambda row: step.differences(row, casting, found.loss_scale))
 
 
 class Step:
@@ -205,12 +200,12 @@ class Step:
             recorder.low_flops,
         )
 
-    def measured(self, row: BlameRow, casting: Casting | None, loss_scale: float) -> BlameRow:
-        """Return a row with the parameter whose gradient it changes most."""
+    def differences(
+        self, row: BlameRow, casting: Casting | None, loss_scale: float
+    ) -> list[tuple[float, str]]:
+        """Return how much a row alone changes each parameter's gradient, and the parameter's name."""
         place = Place(row.module, row.operator, row.source, row.direction)
-        recorder, losses = self._recorded(casting, loss_scale, place)
-        worst = max(self._differences(recorder, losses), default=(0.0, ""))
-        return replace(row, parameter=worst[1], parameter_error=worst[0]) if worst[0] else row
+        return self._differences(*self._recorded(casting, loss_scale, place))
 
     def _recorded(
         self,
