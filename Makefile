@@ -88,7 +88,7 @@ test-r: .venv/test.stamp
 docs: .venv/test.stamp
 	$(BIN)/sphinx-build --fresh-env --fail-on-warning --quiet docs build/docs
 
-# Writes docs/benchmarks.md; asserts nothing. Not part of test. Twenty minutes on two quiet cores; ARGS=--quick tries it.
+# Writes docs/benchmarks.md; asserts nothing. Not part of test. Ten minutes on two quiet cores; ARGS=--quick tries it.
 bench: .venv/test.stamp
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
