@@ -125,8 +125,8 @@ def test_calls_at_the_wrong_place_are_refused():
         engine.step()
     with engine.no_sync(), pytest.raises(UsageError, match=r"inside engine.no_sync\(\)"):
         engine.step()
-    for loss in (torch.ones(2, requires_grad=True), 1.0):
-        with pytest.raises(UsageError, match=r"Write engine.backward\(loss.mean\(\)\)"):
+    for loss, remedy in ((torch.ones(2, requires_grad=True), "loss.mean()"), (1.0, "loss")):
+        with pytest.raises(UsageError, match=re.escape(f"Write engine.backward({remedy})")):
             engine.backward(loss)
     engine.zero_grad()
     step(engine, 1.0)

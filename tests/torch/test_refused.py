@@ -1,6 +1,7 @@
 """Devices, losses, models and checkpoints that cannot work are refused by name, or warned of."""
 
 import copy
+import re
 import subprocess
 import sys
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 
 from preamp import Dynamic, Headroom, PolicyError, Static, dialects
+from preamp.deepspeed import initialize
 from preamp.errors import UsageError
-from preamp.torch import GradScaler, LayerwiseScale, LossScaleOptimizer, ShardedGradScaler
+from preamp.torch import GradScaler, LayerwiseScale, LossScaleOptimizer, ShardedGradScaler, blame
 
 from .test_scaler import Training, ours, theirs
 
@@ -62,6 +64,49 @@ def test_a_loss_that_is_not_a_tensor_is_refused(loss):
         optimizer.backward(loss)
     with pytest.raises(UsageError, match=r"the loss is .* Write layerwise\.backward\(loss\)"):
         LayerwiseScale(model).backward(loss)
+
+
+@pytest.mark.parametrize(
+    ("made", "part"),
+    [
+        (lambda loss: (loss, 3), "loss[0]"),
+        (lambda loss: [3.0, loss], "loss[1]"),
+        (lambda loss: {"logits": loss, "loss": loss}, "loss['loss']"),
+        (lambda loss: {"total": loss}, "loss['total']"),
+        (lambda loss: loss.item(), "loss"),
+    ],
+)
+def test_a_loss_inside_of_something_else_is_refused_with_the_line_that_takes_it_out(made, part):
+    model = torch.nn.Linear(2, 1)
+    optimizer = LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    engine, *_ = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config={})
+    loss = model(torch.ones(1, 2)).mean()
+    refused = {
+        f"Write optimizer.backward({part}) ": lambda: optimizer.backward(made(loss)),
+        f"Write engine.backward({part}) ": lambda: engine.backward(made(loss)),
+        f"Write return {part} ": lambda: blame(lambda: made(model(torch.ones(1, 2)).mean()), model=model),
+    }
+    for remedy, call in refused.items():
+        with pytest.raises(UsageError, match=re.escape(remedy)):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("policy", "remedy"),
+    [
+        (1024.0, r"policy=Static\(1024\.0\) .* policy=Dynamic\(init_scale=1024\.0\)"),
+        (1024, r"policy=Static\(1024\.0\) .* policy=Dynamic\(init_scale=1024\.0\)"),
+        (0, r"policy=Dynamic\(\)"),
+        (True, r"policy=Dynamic\(\)"),
+        ("dynamic", r"policy=Dynamic\(\)"),
+        (Headroom, r"policy=Headroom\(\)"),
+    ],
+)
+def test_what_is_not_a_policy_is_refused_with_the_one_that_was_meant(policy, remedy):
+    with pytest.raises(PolicyError, match=rf"is not a policy\. Write {remedy}"):
+        GradScaler("cpu", policy=policy)
+    with pytest.raises(PolicyError, match=rf"is not a policy\. Write {remedy}"):
+        LossScaleOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), policy=policy)
 
 
 @pytest.mark.parametrize("model", [3, None, "model", torch.ones(2), [torch.nn.Linear(1, 1)], torch.nn.Linear])

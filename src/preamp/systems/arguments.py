@@ -35,15 +35,26 @@ def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) ->
         instead: the other arguments that describe a rule, each with its default.
     """
     if not isinstance(policy, Policy):
-        raise PolicyError(
-            f"policy={policy!r} is not a policy. Write policy=Dynamic() or policy=dialects.TORCH."
-        )
+        raise PolicyError(f"policy={shown(policy)} is not a policy. Write {_policy_like(policy)}.")
     for name, (value, default) in instead.items():
         if value != default:
             raise PolicyError(
                 f"policy={policy!r} and {name}={value!r} are both given. Write {name} in the policy."
             )
     return policy.policy if isinstance(policy, Dialect) else policy
+
+
+def _policy_like(given: object) -> str:
+    """Return what to write instead of something that is not a policy."""
+    if is_number(given) and given > 0.0:
+        scale = float(given)
+        return (
+            f"policy=Static({scale!r}) for a fixed scale, or policy=Dynamic(init_scale={scale!r}) to start "
+            "at it"
+        )
+    if isinstance(given, type) and issubclass(given, Policy):
+        return f"policy={given.__name__}()"
+    return "policy=Dynamic() or policy=dialects.TORCH"
 
 
 def as_whole(value: object) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -36,7 +36,11 @@ def _mapped(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
             mapped[key] = map_tensors(function, value)
         return mapped
     if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes)):
-        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+        raise ValueError(
+            f"outputs must be a Tensor or an iterable of Tensors, and {shown(outputs)} is not one. Write "
+            "scaler.scale(loss) with the tensor that was computed from the model's outputs, without .item() "
+            "or float()."
+        )
     items = (map_tensors(function, value) for value in outputs)
     if hasattr(outputs, "_fields"):
         return type(outputs)(*items)
@@ -48,7 +52,7 @@ def require_tensor(loss: Any, line: str) -> None:
 
     Args:
         loss: what was given.
-        line: the call to write instead, for the error message.
+        line: the call to write instead, for the error message, with {} for the loss.
 
     Raises:
         UsageError: naming the loss.
@@ -56,9 +60,34 @@ def require_tensor(loss: Any, line: str) -> None:
     if not isinstance(loss, Tensor):
         raise UsageError(
             f"the loss is {shown(loss)}, a {type(loss).__name__} and not a tensor, so it has no gradient. "
-            f"Write {line} with the tensor that was computed from the model's outputs, without .item() or "
-            "float()."
+            f"{how_to_write(loss, line)}"
         )
+
+
+def how_to_write(loss: Any, line: str) -> str:
+    """Return the likeliest remedy for a loss that is not a tensor with one element.
+
+    Args:
+        loss: what was given.
+        line: the call to write instead, with {} for the loss.
+    """
+    if isinstance(loss, Tensor) and not loss.is_floating_point():
+        return f"Write {line.format('loss')} with a loss of a floating-point dtype, not {loss.dtype}."
+    if isinstance(loss, Tensor):
+        return f"Write {line.format('loss.mean()')}."
+    keys: Iterable[Any] = ()
+    if isinstance(loss, Mapping):
+        keys = ["loss", *loss] if "loss" in loss else loss
+    elif isinstance(loss, Sequence) and not isinstance(loss, str | bytes):
+        keys = range(len(loss))
+    for key in keys:
+        if isinstance(loss[key], Tensor):
+            one, kind = f"loss[{key!r}]", type(loss).__name__
+            return f"Write {line.format(one)} if the loss is that part of the {kind}."
+    return (
+        f"Write {line.format('loss')} with the tensor that was computed from the model's outputs, without "
+        ".item() or float()."
+    )
 
 
 def check_shapes(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from preamp.arrays.torch import HALF_DTYPES
+from preamp.checks import shown
 from preamp.deepspeed.engine.checkpoints import load, save
 from preamp.deepspeed.engine.precision import explain, to_precision
 from preamp.deepspeed.overflow_log import OverflowLog
@@ -25,6 +26,7 @@ from preamp.policy import Dynamic, Static
 from preamp.scaling import Step
 from preamp.systems.deepspeed_config import Settings
 from preamp.torch import LossScaleOptimizer, autocast
+from preamp.torch.nested import how_to_write
 from preamp.torch.scaling.culprits import names
 from preamp.torch.scaling.optimizers import parameters_of
 from preamp.torch.scaling.ranks import number_of_ranks
@@ -408,8 +410,10 @@ class Engine(nn.Module):
     def _part_of_update(self, loss: Tensor) -> Tensor:
         """Return a micro-step's part of the loss of an update."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else loss
-            raise UsageError(f"the loss is not a scalar: {shape!r}. Write engine.backward(loss.mean()).")
+            found = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
+            raise UsageError(
+                f"the loss is not a scalar: it is {found}. {how_to_write(loss, 'engine.backward({})')}"
+            )
         if self._accumulation == 1:
             return loss
         return (loss.float() if loss.dtype in HALF_DTYPES else loss) / self._accumulation

@@ -22,6 +22,7 @@ from preamp.torch.autocasting.rules import EMULATED
 from preamp.torch.blaming.calls import LOW
 from preamp.torch.blaming.recorder import Finished, Recorder, size_of
 from preamp.torch.blaming.tallies import TINY, Place, norm_of
+from preamp.torch.nested import how_to_write
 from preamp.torch.running_modules import RunningModules
 from preamp.torch.scaling.grad_scaler import GradScaler
 from preamp.torch.scaling.unscaled import watch
@@ -247,8 +248,8 @@ class Step:
         if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
             of_jax = isinstance(loss, tuple) and bool(loss) and callable(loss[0])
             raise UsageError(
-                f"The function to blame returned {shown(loss)} instead of a loss. Return a floating-point "
-                "tensor with one element."
+                f"The function to blame returned {shown(loss)} instead of a loss, a floating-point tensor "
+                f"with one element. {how_to_write(loss, 'return {}')}"
                 + (" If it is a function of JAX, write preamp blame --framework jax." if of_jax else "")
             )
         if loss not in recorder.here or not recorder.here.of(loss).requires_grad:

@@ -128,7 +128,7 @@ class LayerwiseScale:
                 model, for a reentrant checkpoint, and for `inputs` that are not leaves. During backward, if a
                 hidden graph computes the gradient of a parameter.
         """
-        require_tensor(loss, "layerwise.backward(loss)")
+        require_tensor(loss, "layerwise.backward({})")
         watch.is_on = False  # gradients are scaled here, from the second step on
         leaves = None if inputs is None else [inputs] if isinstance(inputs, Tensor) else list(inputs)
         run = partial(loss.backward, gradient, retain_graph, create_graph, leaves)

@@ -11,7 +11,7 @@ import copy
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -280,7 +280,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         check_device(device)
         callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
-        self._device, self._enabled = device, enabled and _is_there(device)
+        self._device, self._enabled = device, enabled and _is_there(device, type(self).__name__)
         values = (init_scale, growth_factor, backoff_factor, growth_interval)
         self._settings = dict(zip(SETTINGS, values, strict=True))
         self._owns_policy = policy is None
@@ -413,10 +413,14 @@ class GradScaler(torch.amp.GradScaler):
         state = self._state_of(optimizer)
         if state.stage is OptState.UNSCALED:
             raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update()."
+                "unscale_() has already been called on this optimizer since the last update(). Call it once "
+                "for each optimizer and iteration, after the last backward(), and scaler.update() at the end."
             )
         if state.stage is OptState.STEPPED:
-            raise RuntimeError("unscale_() is being called after step().")
+            raise RuntimeError(
+                "unscale_() is being called after step(). Write scaler.unscale_(optimizer) between "
+                "backward() and scaler.step(optimizer), and scaler.update() at the end of each iteration."
+            )
         self._refuse_other_scale(optimizer, state)
         self._unscale(optimizer, state)
         return state
@@ -486,7 +490,11 @@ class GradScaler(torch.amp.GradScaler):
             self._require_scale("step")
         state = self._state_of(optimizer)
         if state.stage is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
+            raise RuntimeError(
+                "step() has already been called since the last update(). Call scaler.update() once per "
+                "iteration, after scaler.step(optimizer); with several optimizers, step each of them once "
+                "before it."
+            )
         if evaluates:
             return self._step_with_closure(optimizer, state, clip, args, kwargs)
         if self._changed_by is not None:
@@ -537,7 +545,7 @@ class GradScaler(torch.amp.GradScaler):
             if state.found_inf_per_device:  # it was unscaled or has stepped
                 steps[key] = state.measured or self._measured_by_flags(state)
         if new_scale is None and not steps:
-            raise AssertionError("No inf checks were recorded prior to update.")
+            raise AssertionError(_nothing_checked(self._per_optimizer_states.values()))
         if new_scale is not None:
             before, scale = self._known_scale(), self._scale_by_hand(new_scale)
             set_scale(self._loss_scale, scale)
@@ -1559,11 +1567,13 @@ def _buffers_of(model: Any, restores: bool, capturable: bool) -> Buffers | None:
     return None if model is None else Buffers(model, restores=restores)
 
 
-def _is_there(device: Any) -> bool:
-    """Warn as PyTorch does of a CUDA that is not there."""
+def _is_there(device: Any, kind: str) -> bool:
+    """Warn as PyTorch does of a CUDA that is not there, and say what to write for a CPU."""
     if device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():  # type: ignore[no-untyped-call]
         warnings.warn(
-            "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
+            "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling. No loss will be "
+            f'scaled and no step skipped. Write {kind}("cpu") to train on a CPU, or {kind}(enabled=False) to '
+            "train without scaling.",
             stacklevel=level_of_caller(),
         )
         return False
@@ -1658,6 +1668,24 @@ def no_flag(state: OptimizerState, device: torch.device) -> Tensor:
     """Return whether no flag of an optimizer is set, as a 0-dim tensor."""
     flags = torch.stack([flag.to(device) for flag in state.found_inf_per_device.values()])
     return flags.sum() == 0.0
+
+
+def _nothing_checked(states: Iterable[OptimizerState]) -> str:
+    """Say why `update` has nothing to decide by."""
+    said = "No inf checks were recorded prior to update."
+    for state in states:
+        parameters = [] if state.optimizer is None else parameters_of(state.optimizer)
+        lacks = state.stage is OptState.READY and all(p.grad is None for p in parameters)
+        if lacks or state.stage is OptState.UNSCALED:
+            return (
+                f"{said} All gradients of {type(state.optimizer).__name__} were None. Write "
+                "scaler.step(optimizer) or scaler.unscale_(optimizer) after backward(), before zero_grad()."
+            )
+    return (
+        f"{said} No optimizer was stepped or unscaled through the scaler since the last update(). Write "
+        "scaler.step(optimizer) instead of optimizer.step(), before scaler.update(), and call update() once "
+        "per iteration."
+    )
 
 
 def _no_gradients(optimizer: OptimizerLike) -> str:

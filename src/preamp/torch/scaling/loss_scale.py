@@ -423,11 +423,19 @@ def chosen_policy(policy: Policy[Any] | None, settings: dict[str, Any]) -> Polic
     """
     if policy is None:
         if settings["growth_factor"] <= 1.0:
-            raise AssertionError("The growth factor must be > 1.0.")
+            raise AssertionError(f"The growth factor must be > 1.0. {_fixed('growth_factor', settings)}")
         if settings["backoff_factor"] >= 1.0:
-            raise AssertionError("The backoff factor must be < 1.0.")
+            raise AssertionError(f"The backoff factor must be < 1.0. {_fixed('backoff_factor', settings)}")
         return Dynamic.holding(**settings, compat=Compat(factor_dtype="float64"))
     return given_policy(policy, {name: (value, getattr(Dynamic, name)) for name, value in settings.items()})
+
+
+def _fixed(name: str, settings: dict[str, Any]) -> str:
+    """Say what to write instead of a factor that does not move the scale."""
+    return (
+        f"It is {shown(settings[name])}. Write {name}={getattr(Dynamic, name)!r}, or for a scale that never "
+        f"changes policy=Static({shown(settings['init_scale'])})."
+    )
 
 
 def changed_policy(policy: Any, **settings: Any) -> Any:

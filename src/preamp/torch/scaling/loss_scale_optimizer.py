@@ -225,7 +225,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: for a loss that is not a tensor, or that this optimizer has scaled already.
         """
-        require_tensor(loss, "optimizer.backward(loss)")
+        require_tensor(loss, "optimizer.backward({})")
         self._require_own_weights("backward(loss)")
         self._scaled_losses.check(loss, "optimizer.scale_loss(loss).backward(), or optimizer.backward(loss)")
         scaled = self.scaler.scale(loss)
