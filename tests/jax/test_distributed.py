@@ -24,6 +24,7 @@ from preamp.jax import (
     LossScale,
     ScaledGradients,
     apply_gradients,
+    last_step,
     loss_scaled,
     scaled_value_and_grad,
     step,
@@ -67,6 +68,8 @@ def walk(
     for x in BATCHES:
         _, params, state = train(params, state, x)
         norms.append(float(np.ravel(state.grad_norm)[0]))
+        if state.steps.shape == ():
+            last_step(state)  # warnings are errors here: there are none, whatever the placement
     return norms, params, state
 
 
@@ -230,6 +233,152 @@ def test_a_loss_that_is_not_averaged_has_the_summed_gradients_that_shard_map_giv
     params, x = parameters(), BATCHES[0]
     summed = jax.tree.map(lambda leaf: leaf * DEVICES, jax.grad(loss)(params, x))
     assert off_by(mapped(LossScale(), params, x), summed) < 1e-6
+
+
+# Devices that average nothing: JAX reports no error, so this library warns.
+
+AVERAGES_NOTHING = r"averages no gradients.* Write step\(loss_fn, optimizer, axis_name='d'\)"
+APART = r"different values of opt_state.grad_norm.* axis_name="
+
+
+def alone_in(step_of: Callable[[Any, Any, Any], Any], mesh: Mesh, checked: bool = False) -> Any:
+    """Return a step of `shard_map` that declares equal on all devices what need not be."""
+    return jax.jit(shard_map(step_of, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), checked))
+
+
+def by_hand(
+    change: Callable[[Any], Any] = lambda scaled: scaled, optimizer: Any = OPTIMIZER, **settings: Any
+) -> Callable[[Any, Any, Any], Any]:
+    """Return a step in parts, which changes the gradients before the update."""
+
+    def train(params: Any, state: Any, x: Any) -> Any:
+        _, scaled = scaled_value_and_grad(loss, **settings)(state, params, x)
+        return apply_gradients(optimizer, change(scaled), state, params)
+
+    return train
+
+
+def whole(optimizer: Any = OPTIMIZER, **settings: Any) -> Callable[[Any, Any, Any], Any]:
+    def train(params: Any, state: Any, x: Any) -> Any:
+        return step(loss, optimizer, **settings)(params, state, x)[1:]
+
+    return train
+
+
+def averaged(scaled: ScaledGradients) -> ScaledGradients:
+    return scaled.map(lambda leaf: jax.lax.pmean(leaf, "d"))
+
+
+def test_devices_that_average_nothing_are_warned_of(mesh: Mesh) -> None:
+    params = parameters()
+    state = OPTIMIZER.init(params)
+    with pytest.warns(UserWarning, match=AVERAGES_NOTHING):
+        _, state = alone_in(whole(), mesh)(params, state, BATCHES[0])
+    with pytest.warns(UserWarning, match=APART):
+        last_step(state)
+    norms = {float(shard.data) for shard in state.grad_norm.addressable_shards}
+    assert len(norms) == DEVICES
+
+
+@pytest.mark.parametrize("train", [by_hand(), by_hand(lambda scaled: (scaled + scaled).map(lambda g: g / 2))])
+def test_gradients_that_were_not_averaged_are_warned_of_in_the_update(mesh: Mesh, train: Any) -> None:
+    params = parameters()
+    instead = r"averages no gradients.* Write scaled_value_and_grad\(loss_fn, axis_name='d'\)"
+    with pytest.warns(UserWarning, match=instead):
+        alone_in(train, mesh)(params, OPTIMIZER.init(params), BATCHES[0])
+
+
+def test_a_mean_of_updates_is_warned_of(mesh: Mesh) -> None:
+    def train(params: Any, state: Any, x: Any) -> Any:
+        _, scaled = scaled_value_and_grad(loss)(state, params, x)
+        updates, state = OPTIMIZER.update(scaled, state, params)
+        mean = jax.tree.map(lambda leaf: jax.lax.pmean(leaf, "d"), updates)
+        return optax.apply_updates(params, mean), state
+
+    params = parameters()
+    with pytest.warns(UserWarning, match="averages no gradients"):
+        _, state = alone_in(train, mesh)(params, OPTIMIZER.init(params), BATCHES[SCRIPT.index("1")])
+    with pytest.warns(UserWarning, match=r"opt_state.policy_state.scale and opt_state.skipped_steps"):
+        last_step(state)
+
+
+def test_devices_in_a_loop_with_a_scale_of_its_own_are_seen_apart_by_last_step(mesh: Mesh) -> None:
+    """What was made by hand cannot be warned of before: only what comes out tells."""
+
+    def train(params: Any, state: Any, x: Any) -> Any:
+        gradients = jax.grad(lambda params: 4.0 * loss(params, x))(params)
+        return apply_gradients(OPTIMIZER, ScaledGradients(gradients, 4.0), state, params)
+
+    params = parameters()
+    _, state = alone_in(train, mesh)(params, OPTIMIZER.init(params), BATCHES[0])
+    with pytest.warns(UserWarning, match=APART):
+        last_step(state)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [by_hand(averaged), by_hand(axis_name="d"), by_hand(lambda scaled: averaged(scaled).map(lambda g: g))],
+    ids=["map", "axis_name", "map twice"],
+)
+def test_gradients_that_were_averaged_are_not_warned_of(mesh: Mesh, train: Any) -> None:
+    params = parameters()
+    params, state = alone_in(train, mesh)(params, OPTIMIZER.init(params), BATCHES[0])
+    last_step(state)
+
+
+def test_axis_name_of_nothing_says_that_each_device_trains_alone(mesh: Mesh) -> None:
+    def train(params: Any, state: Any, x: Any) -> Any:
+        params, state = whole(axis_name=())(*jax.tree.map(lambda leaf: leaf[0], (params, state)), x)
+        return jax.tree.map(lambda leaf: leaf[None], (params, state))
+
+    params = parameters()
+    several = jax.tree.map(lambda leaf: jnp.stack([leaf] * DEVICES), (params, OPTIMIZER.init(params)))
+    run = jax.jit(shard_map(train, mesh, (SPLIT, SPLIT, SPLIT), (SPLIT, SPLIT), False))
+    _, state = run(*several, BATCHES[0])
+    each = [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(DEVICES)]
+    norms = [last_step(one).grad_norm for one in each]
+    assert norms == pytest.approx([alone_norm(x) for x in BATCHES[0]], rel=1e-5)
+
+
+def alone_norm(example: np.ndarray) -> float:
+    return float(optax.tree.norm(jax.grad(loss)(parameters(), example[None])))
+
+
+def test_a_pmap_that_averages_nothing_is_warned_of() -> None:
+    params = parameters()
+    several = jax.tree.map(lambda leaf: jnp.stack([leaf] * DEVICES), (params, OPTIMIZER.init(params)))
+    train = jax.pmap(whole())
+    if jax.__version_info__ >= (0, 8):
+        with pytest.warns(UserWarning, match=r'axis_name=\'data\'\) and jax.pmap\(..., axis_name="data"\)'):
+            _, state = train(*several, BATCHES[0].reshape(DEVICES, 1, -1))
+    else:
+        _, state = train(*several, BATCHES[0].reshape(DEVICES, 1, -1))
+    differ = (
+        r"Write last_step\(.*\) for the first.* differ in opt_state.grad_norm \(.* to .*\)\. .*axis_name="
+    )
+    with pytest.raises(preamp.UsageError, match=differ):
+        last_step(state)
+
+
+def test_the_state_of_replicas_that_agree_is_refused_without_such_a_reproach() -> None:
+    several = jax.tree.map(lambda leaf: jnp.stack([leaf] * DEVICES), OPTIMIZER.init(parameters()))
+    with pytest.raises(preamp.UsageError, match=r"for the first of them\.$"):
+        last_step(several)
+
+
+def test_gradients_that_shard_map_has_summed_are_warned_of(mesh: Mesh) -> None:
+    params = parameters()
+    state = OPTIMIZER.init(params)
+    with pytest.warns(UserWarning, match=r"n times those of the mean loss.* axis_name='d'\) for the mean"):
+        alone_in(whole(), mesh, checked=True)(params, state, BATCHES[0])
+    alone_in(whole(axis_name=()), mesh, checked=True)(params, state, BATCHES[0])
+
+
+def test_one_device_of_a_mesh_is_not_several() -> None:
+    params, one = parameters(), Mesh(np.array(jax.devices("cpu")[:1]), ("d",))
+    for checked in (True, False):
+        _, state = alone_in(whole(), one, checked)(params, OPTIMIZER.init(params), BATCHES[0])
+        last_step(state)
 
 
 def test_two_processes_skip_together(tmp_path: Path, alone: Any) -> None:

@@ -320,7 +320,7 @@ def test_devices_with_other_losses_decide_by_their_mean(way: str, mesh: Mesh) ->
     each, together = parted(1, TWO)
     if way == "without an axis_name":  # JAX has summed the gradients
         each[..., 1] /= TWO
-    train = step(loss, optimizer, axis_name=None if way == "without an axis_name" else "d")
+    train = step(loss, optimizer, axis_name=() if way == "without an axis_name" else "d")
 
     def one(params: Any, state: Any, row: Any) -> Any:
         _, params, state = train(params, state, row[0, 0], row[0, 1])

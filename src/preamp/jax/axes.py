@@ -52,6 +52,29 @@ def tracked(names: Sequence[Hashable]) -> bool:
     return bool(names) and bool(varying(lax.axis_index(names[0])))
 
 
+def unchecked() -> tuple[Hashable, ...]:
+    """Return the axes of several devices along which JAX does not track what differs, and computes here.
+
+    They are those of `shard_map` with ``check_vma=False`` and of `pmap`. Before JAX 0.8 `pmap` cannot be
+    seen.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(name for name in mesh.manual_axes if mesh.shape[name] > 1 and not tracked([name]))
+
+
+def summed(value: object, gradients: Sequence[Array]) -> tuple[Hashable, ...]:
+    """Return the axes of several devices along which a loss varies and a gradient does not.
+
+    There `shard_map` has summed the gradients of the devices' losses.
+    """
+    mine = varying(value)
+    if not mine:
+        return ()
+    over = mine - frozenset.intersection(mine, *map(varying, gradients))
+    shape = jax.sharding.get_abstract_mesh().shape
+    return tuple(sorted((name for name in over if shape.get(name, 1) > 1), key=str))
+
+
 def sum_over(names: Sequence[Hashable], totals: Sequence[Array]) -> Any:
     """Return the sum of numbers over all devices. A number that is known to be equal on all counts once."""
     if not names:
@@ -103,7 +126,7 @@ def reduced(function: Callable[[Array], object], array: Array) -> tuple[Hashable
 def _reduced(program: jaxprs.Jaxpr) -> Iterator[Hashable]:
     """Yield the mapped axes over which a program sums or gathers."""
     for equation in program.eqns:
-        if equation.primitive.name.startswith(("psum", "all_gather")):
+        if equation.primitive.name.startswith(("psum", "all_gather", "reduce_scatter")):
             names = equation.params.get("axes", equation.params.get("axis_name", ()))
             # For `vmap` an axis may be a number, which is an axis of the array.
             yield from [name for name in names_of(names) if not isinstance(name, int)]

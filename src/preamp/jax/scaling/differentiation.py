@@ -81,7 +81,9 @@ def scaled_value_and_grad(
     an optimizer made with `loss_scaled`, or a `LossScale`; the others are those of `loss_fn`. The gradients
     carry the value, which `last_step` reports, unless `shard_map` knows it to differ between devices.
 
-    The arguments and errors are those of `value_and_grad`.
+    The arguments and errors are those of `value_and_grad`. In `pmap`, and in `shard_map` with
+    ``check_vma=False``, the update warns if gradients were averaged neither by `axis_name` nor by `map`;
+    ``axis_name=()`` says that this is intended.
 
     >>> import jax.numpy as jnp
     >>> from preamp.jax import LossScale
@@ -96,7 +98,9 @@ def scaled_value_and_grad(
         result, scaled = differentiate(scale, *args, **kwargs)
         value = result[0] if has_aux else result
         # In shard_map a loss that is not averaged differs between devices, and the gradients need not.
-        return result, ScaledGradients(scaled, scale, None if axes.varying(value) else value)
+        gradients = ScaledGradients(scaled, scale, None if axes.varying(value) else value)
+        gradients._alone_over = axes.unchecked() if axis_name is None else ()
+        return result, gradients
 
     return call
 

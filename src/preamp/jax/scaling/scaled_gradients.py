@@ -84,6 +84,8 @@ class ScaledGradients(metaclass=ExplainedType):
     _lacks_loss: bool = False
     # The axes over which `map` has summed or gathered, likewise. Along them devices may have other losses.
     _reduced_over: tuple[Hashable, ...] = ()
+    # The axes over which devices were not told to average, likewise, and over which `map` has not.
+    _alone_over: tuple[Hashable, ...] = ()
 
     def __init__(self, gradients: object, scale: object, loss: object = None) -> None:
         if isinstance(gradients, ScaledGradients):
@@ -135,7 +137,8 @@ class ScaledGradients(metaclass=ExplainedType):
         numbers = _pack(scale, jnp.full_like(scale, UNKNOWN_LOSS))
         mapped = trees.map_inexact(function, self.gradients)
         _warn_if_not_linear(function, self.gradients)
-        return _new(mapped, numbers, lacks_loss=True, reduced_over=names)
+        alone = () if names else self._alone_over
+        return _new(mapped, numbers, lacks_loss=True, reduced_over=names, alone_over=alone)
 
     def unscale(self) -> Any:
         """Return the gradients divided by the scale, in float32 where they were narrower."""
@@ -154,8 +157,10 @@ class ScaledGradients(metaclass=ExplainedType):
         converted = trees.multiply(other.gradients, jnp.where(theirs == 0.0, 1.0, common / theirs))
         total = jax.tree.map(_sum, trees.widen(self.gradients), converted)
         numbers = _pack(common, _sum_of_losses(self.loss, other.loss))
+        lacks_loss = self._lacks_loss or other._lacks_loss
         names = self._reduced_over + other._reduced_over
-        return _new(total, numbers, lacks_loss=self._lacks_loss or other._lacks_loss, reduced_over=names)
+        alone = self._alone_over or other._alone_over
+        return _new(total, numbers, lacks_loss=lacks_loss, reduced_over=names, alone_over=alone)
 
     def __radd__(self, other: object) -> ScaledGradients:
         """Add to the 0 that `sum` starts with."""
@@ -360,12 +365,18 @@ def _sum(first: Array, second: Array) -> Array:
 
 
 def _new(
-    gradients: object, numbers: Any, *, lacks_loss: bool = False, reduced_over: tuple[Hashable, ...] = ()
+    gradients: object,
+    numbers: Any,
+    *,
+    lacks_loss: bool = False,
+    reduced_over: tuple[Hashable, ...] = (),
+    alone_over: tuple[Hashable, ...] = (),
 ) -> ScaledGradients:
     """Return an instance without checks: JAX puts things other than arrays into trees."""
     scaled = object.__new__(ScaledGradients)
     scaled.gradients, scaled._numbers = gradients, numbers
     scaled._lacks_loss, scaled._reduced_over = lacks_loss, reduced_over
+    scaled._alone_over = alone_over
     return scaled
 
 

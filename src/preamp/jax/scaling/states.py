@@ -17,6 +17,7 @@ from preamp.checks import level_of_caller, shown
 from preamp.errors import UsageError
 from preamp.guards import Guard
 from preamp.guards.base import leaves_of
+from preamp.jax.scaling.lone_devices import differing, warn_if_apart
 from preamp.jax.scaling.loss_scale import LossScale, check_dtype, read, start
 from preamp.jax.trees import kind_of
 from preamp.policy import Dynamic, Policy
@@ -338,19 +339,23 @@ def last_step(opt_state: LossScaledState) -> Step | None:
         PolicyError: for a loss scale that is not a finite number above 0, with which every step is skipped.
 
     Warns:
-        UserWarning: if a guard that uses the loss was not given one in that step, and if devices that took
-            the step together were given different ones. A compiled step cannot warn.
+        UserWarning: if devices of this process have different values of a state that is declared to be equal
+            on all of them, because gradients were not averaged over devices; if a guard that uses the loss
+            was not given one in that step, and if devices that took the step together were given different
+            ones. A compiled step cannot warn.
     """
     if isinstance(opt_state, LossScale):
         raise UsageError(
             "last_step was given a LossScale, which has no record of steps. Write loss_scale.loss_scale for "
             "the scale, and loss_scale.check_exhausted() after restoring one."
         )
-    record = find(opt_state).scaler_state._asdict()
+    _refuse_several(find(opt_state))
+    record = opt_state.scaler_state._asdict()
     policy_state, guard = record.pop("policy_state"), record.pop("guard")
     known = {name: value for name, value in record.items() if value is not None}
     decided = [] if guard is None else [getattr(guard, name) for name in GUARD_DTYPES]
     loss, *numbers = read([opt_state.loss, *policy_state, *known.values(), *decided])
+    warn_if_apart(_compared(opt_state))
     count = len(policy_state)
     record |= zip(known, numbers[count:], strict=False)
     if guard is not None:
@@ -361,6 +366,34 @@ def last_step(opt_state: LossScaledState) -> Step | None:
     state: ScalerState[Any, float] = ScalerState(type(policy_state)(*numbers[:count]), **record)
     Dynamic().restore({"scale": state.policy_state.scale})  # raises for what no policy can resume from
     return to_step(state, loss=None if loss == UNKNOWN_LOSS else loss, framework="jax")
+
+
+def _compared(state: LossScaledState) -> dict[str, Any]:
+    """Return the scalars that are equal on all devices that train one model, by name."""
+    return {
+        "opt_state.grad_norm": state.grad_norm,
+        "opt_state.policy_state.scale": state.policy_state.scale,
+        "opt_state.skipped_steps": state.skipped_steps,
+    }
+
+
+def _refuse_several(state: LossScaledState) -> None:
+    """Raise for the state of several devices, and say where they differ."""
+    scale = state.policy_state.scale
+    shape = jnp.shape(scale)
+    if not shape or isinstance(scale, jax.core.Tracer):
+        return
+    message = (
+        f"the loss scale in opt_state is an array of shape {shape}: that of several devices or trainings. "
+        "Write last_step(jax.tree.map(lambda x: x[0], opt_state)) for the first of them."
+    )
+    if found := differing(_compared(state)):
+        message += (
+            f" They differ in {', '.join(found)}. If they are devices that train one model, each has trained "
+            'with its own gradients: write step(loss_fn, optimizer, axis_name="data") and jax.pmap(..., '
+            'axis_name="data").'
+        )
+    raise UsageError(message)
 
 
 def _warn_of_losses(guard: GuardRecord[Array], lacked_loss: bool) -> None:

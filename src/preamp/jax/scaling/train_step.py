@@ -11,8 +11,10 @@ import optax
 from preamp.arrays.jax import is_inexact
 from preamp.checks import shown
 from preamp.errors import UsageError
+from preamp.jax import axes
 from preamp.jax.scaling.deferred_casts import defer_casts
 from preamp.jax.scaling.differentiation import Differentiated, next_scale, refuse_stateful
+from preamp.jax.scaling.lone_devices import warn_if_alone, warn_if_summed
 from preamp.jax.scaling.model_state import keep_on_skip
 from preamp.jax.scaling.scaled_gradients import ScaledGradients
 from preamp.jax.scaling.states import LossScaledState, find, states_in
@@ -52,6 +54,7 @@ def apply_gradients(
     scaling = _scaling(optimizer)
     scaled, extra = with_scale(scaled_gradients, extra, scaling.guard)
     scaling.check_state(opt_state)
+    scaling.warn_if_alone(scaled)
     check_gradients(scaled.gradients, params)
     return scaling.apply(backward_of(scaled, extra), opt_state, params, extra)
 
@@ -82,7 +85,8 @@ def step(
             take `value`, `grad` and `value_fn` are given them.
         has_aux: whether `loss_fn` returns a pair.
         axis_name: the axis of `pmap` or `shard_map` along which devices have different examples, or a tuple
-            of them. Value and gradients are averaged over it.
+            of them. Value and gradients are averaged over it. ``()`` says that nothing is to be averaged:
+            each device trains a model of its own, or the loss function averages the gradients.
         keep_state: whether state in aux comes back unchanged on a skipped step. None: wherever it is
             recognized. True: there has to be state, and single entries with the path and shape of an
             argument's entry are state too. False: aux is what the loss function returned.
@@ -91,6 +95,11 @@ def step(
         UsageError: as `value_and_grad` and `apply_gradients` do; for parameters without a gradient; for state
             in aux that could belong to several arguments, or that has only some entries of one; and for
             `keep_state=True` without any state.
+
+    Warns:
+        UserWarning: when it is traced without `axis_name` in `pmap` or in `shard_map` with
+            ``check_vma=False``, where each device then trains alone, and in `shard_map` with its checks if
+            it has summed the gradients of different losses. Before JAX 0.8 `pmap` is not noticed.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from preamp.jax import last_step, loss_scaled
@@ -121,6 +130,8 @@ def step(
         else:
             result, scaled = differentiate(scale, fast, *args, **kwargs)
         value = result[0] if has_aux else result
+        if axis_name is None:
+            _warn_of_devices(scaling, value, scaled)
         extra = {"value": value, "value_fn": differentiate.of_params(scale, args, kwargs)}
         backward = Backward(scaled, scale, value, finish, loss_is_known=True)
         params, opt_state = scaling.apply(backward, opt_state, params, extra)
@@ -148,6 +159,13 @@ def _scaling(optimizer: object) -> Scaling:
             "or loss_scaled(optax.MultiSteps(inner, k))."
         )
     return scaling
+
+
+def _warn_of_devices(scaling: Scaling, loss: object, gradients: object) -> None:
+    """Warn of several devices that average nothing, and of gradients that `shard_map` has summed."""
+    alone = [name for name in axes.unchecked() if name not in scaling.names]
+    warn_if_alone(alone, "step(loss_fn, optimizer")
+    warn_if_summed(loss, list(filter(is_inexact, jax.tree.leaves(gradients))), scaling.names)
 
 
 def _check_keep_state(keep_state: object, has_aux: bool) -> None:

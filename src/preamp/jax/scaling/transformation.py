@@ -20,6 +20,7 @@ from preamp.guards import Guard, Verdict
 from preamp.guards.base import leaves_of, map_state
 from preamp.jax import axes, trees
 from preamp.jax.scaling.differentiation import refuse_stateful
+from preamp.jax.scaling.lone_devices import warn_if_alone
 from preamp.jax.scaling.loss_scale import start
 from preamp.jax.scaling.measurements import measure
 from preamp.jax.scaling.scaled_gradients import ScaledGradients, as_loss, optax_caller, single
@@ -192,10 +193,16 @@ class Scaling:
                 "around the whole optimizer, such as loss_scaled(optax.chain(...)) or "
                 "loss_scaled(optax.lookahead(...))."
             )
+        self.warn_if_alone(gradients)
         check_gradients(gradients.gradients, params)
         skipped = self._skipped_updates(gradients.gradients, state, params, extra)
         backward = backward_of(gradients, extra)
         return self._step(backward, state, params, extra, lambda updates, _: updates, skipped)
+
+    def warn_if_alone(self, scaled: ScaledGradients) -> None:
+        """Warn if devices that train one model have not averaged these gradients."""
+        names = [name for name in scaled._alone_over if name not in self.names]
+        warn_if_alone(names, "scaled_value_and_grad(loss_fn")
 
     def _skipped_updates(
         self, gradients: object, state: LossScaledState, params: object, extra: dict[str, object]
