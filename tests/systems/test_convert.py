@@ -201,7 +201,7 @@ def test_our_keras_optimizer_is_read_as_keras(tmp_path: Path, capsys: pytest.Cap
     model.optimizer.build(model.trainable_variables)
     model.save(tmp_path / "in.keras")
     said = converted(capsys, tmp_path / "in.keras", "keras", tmp_path / "out.json", "torch")
-    assert "carried scale 64, good 0" in said
+    assert "carried scale 64, clean steps 0" in said
 
 
 def test_pytorchs_goes_on_in_every_other_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,14 +261,16 @@ def test_megatron_is_given_the_tensor_that_it_moves_to_a_device(
     said = converted(capsys, source, "torch", out := tmp_path / "out.pt", "megatron")
     saved = torch.load(out)
     assert (saved["scale"].shape, saved["scale"].dtype) == ((1,), torch.float32)
-    assert "Not carried: growth_interval=3 (there 1000), hysteresis=1 (there 2)" in said
+    assert "Not carried: growth_interval=3 (becomes 1000), hysteresis=1 (becomes 2)" in said
 
 
 def test_fairseqs_lost_counters_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, _ = save_torch(tmp_path)
     said = converted(capsys, source, "torch", out := tmp_path / "out.pt", "fairseq")
-    assert "good=1 (there 0)" in said
-    assert "good 0, bad 0, age 0" in converted(capsys, out, "fairseq", tmp_path / "back.json", "torch")
+    assert "clean steps=1 (becomes 0)" in said
+    assert "clean steps 0, overflows 0, steps 0" in converted(
+        capsys, out, "fairseq", tmp_path / "back.json", "torch"
+    )
 
 
 def test_overflows_counted_for_a_policy_that_is_not_in_the_file_are_named(
@@ -282,8 +284,8 @@ def test_overflows_counted_for_a_policy_that_is_not_in_the_file_are_named(
     scaler.update()
     torch.save(scaler.state_dict(), tmp_path / "ours.pt")
     line = converted(capsys, tmp_path / "ours.pt", "torch", tmp_path / "theirs.json", "apex")
-    assert "bad 1 from" in line
-    assert "bad=1 (counted for a policy that the checkpoint does not hold)" in line
+    assert "overflows 1 from" in line
+    assert "overflows=1 (counted for a policy that the checkpoint does not hold)" in line
     line = converted(capsys, tmp_path / "ours.pt", "torch", tmp_path / "ours.json", "torch")
     assert "Nothing was lost." in line
 

@@ -67,7 +67,7 @@ def told(dialect: Any, saved: Any) -> dict[str, Any]:
         "scale_dtype": policy.compat.scale_dtype,
         "at_floor": policy.at_floor,
         "raise_on_arrival": policy.compat.raise_on_arrival and policy.at_floor == "raise",
-        "good": max(
+        "clean steps": max(
             state.good - policy.compat.growth_delay, 0
         ),  # the clean steps that count towards a growth
         "tolerance": getattr(policy, "tolerance", 0.0),
@@ -141,7 +141,7 @@ def test_what_is_read_back_differs_by_what_was_named(origin: str, tmp_path: Path
             ceilings = {before.get("max_scale"), after.get("max_scale")}
             if ceilings == {None, FLOAT32_MAX} and "scale_dtype" in differing:  # which says the same
                 differing.discard("max_scale")
-            named = {one.partition("=")[0] for one in done.lost} - {"bad"}
+            named = {one.partition("=")[0] for one in done.lost} - {"overflows"}
             # Two ways to say how many overflows a backoff takes: where it takes one, none can be missing.
             free = {"overflows_left", "hysteresis_reset"}
             assert differing - free == named - free, (target, done.lost, before, after)
@@ -234,8 +234,8 @@ def test_a_first_clean_step_that_only_one_rule_counts_is_always_named(origin: st
         assert len(named) == (delays[0] != delays[1])
         if named:
             when = "later" if delays[1] > delays[0] else "sooner"
-            grows = f"after an overflow it grows 1 clean step {when}"
-            assert named == [f"growth_delay={delays[0]} (there {delays[1]}: {grows})"]
+            grows = f"after an overflow the scale grows 1 clean step {when}"
+            assert named == [f"growth_delay={delays[0]} (becomes {delays[1]}: {grows})"]
 
 
 @pytest.mark.parametrize("through", ["deepspeed", "deepspeed-fused"])
@@ -248,12 +248,12 @@ def test_to_deepspeed_and_back_says_and_gives_the_same(
     for number, (origin, target) in enumerate((("torch", through), (through, "torch"))):
         names = [str(tmp_path / f"{number + more}.json") for more in (0, 1)]
         assert run(["convert", *names, "--from", origin, "--to", target]) == 0
-        assert f"carried scale 65536, good {good}, bad 0" in capsys.readouterr().out
+        assert f"carried scale 65536, clean steps {good}, overflows 0" in capsys.readouterr().out
     assert json.loads((tmp_path / "2.json").read_text()) == saved
 
 
 def test_a_scale_that_is_rounded_is_named() -> None:
-    with pytest.warns(LossyConversion, match=r"scale=1000\.1 \(there 1000\.0999755859375\)"):
+    with pytest.warns(LossyConversion, match=r"scale=1000\.1 \(becomes 1000\.0999755859375\)"):
         dialects.TORCH.dump(State(1000.1, 0.0, 0.0))
 
 

@@ -387,21 +387,21 @@ def lost(dialect: Any, state: Any, policy: Any) -> str:
 
 def test_what_is_lost_is_named() -> None:
     said = lost(dialects.TORCH, State(1024.0, 5.0, 1.0), dialects.DEEPSPEED)
-    assert "hysteresis=2 (there 1), min_scale=1.0 (there None), at_floor='raise' (there 'hold')" in said
+    assert "hysteresis=2 (becomes 1), min_scale=1.0 (becomes None), at_floor='raise' (becomes 'hold')" in said
     assert "good" not in said
     said = lost(dialects.FAIRSEQ, TolerantState(1024.0, 5.0, 1.0, 9.0), None)
-    assert "good=5 (there 0), bad=1 (there 0), age=9 (there 0)" in said
+    assert "clean steps=5 (becomes 0), overflows=1 (becomes 0), steps=9 (becomes 0)" in said
     said = lost(dialects.FLAX, State(1024.0, 5.0, 1.0), dialects.TORCH(growth_interval=100))
-    assert "growth_interval=100 (there 2001)" in said
+    assert "growth_interval=100 (becomes 2001)" in said
     said = lost(dialects.DEEPSPEED, State(1024.0, 5.0, 1.0), dialects.TORCH(backoff_factor=0.25))
-    assert "backoff_factor=0.25 (there 0.5)" in said
+    assert "backoff_factor=0.25 (becomes 0.5)" in said
     assert dialects.DEEPSPEED.dump_and_tell(State(1024.0, 5.0, 1.0), dialects.TORCH)[0]["cur_iter"] == 6
     said = lost(dialects.DEEPSPEED, State(1024.0, 5.0, 1.0), dialects.TORCH)
-    assert "growth_delay=0 (there 1: after an overflow it grows 1 clean step later)" in said
+    assert "growth_delay=0 (becomes 1: after an overflow the scale grows 1 clean step later)" in said
     said = lost(dialects.TORCH, State(1024.0, 5.0, 1.0), dialects.FLAX)
-    assert "min_scale=1.2e-38 (there None), at_ceiling='clamp' (there 'refuse')" in said
+    assert "min_scale=1.2e-38 (becomes None), at_ceiling='clamp' (becomes 'refuse')" in said
     said = lost(dialects.TORCH, TolerantState(1024.0, 5.0, 1.0, 9.0), dialects.FAIRSEQ(tolerance=0.25))
-    assert "tolerance=0.25 (there 0.0)" in said
+    assert "tolerance=0.25 (becomes 0.0)" in said
 
 
 def test_nothing_is_said_where_nothing_is_lost() -> None:

@@ -17,9 +17,11 @@ from preamp.errors import CheckpointError, InexactScale, LossyConversion, Policy
 from preamp.policy import Bounded, Dynamic, Moving, Policy, Reading, Static, Tolerant, Where, choose
 from preamp.systems.formats import Format, backoff_factor, compat_of, hysteresis
 
-__all__ = ["Dialect", "dialect", "unused_of"]
+__all__ = ["IN_WORDS", "Dialect", "dialect", "unused_of"]
 
 SHARED = ("scale", "good", "bad", "steps")  # steps: of the run, not part of a policy's state
+# The counts of a state, for messages.
+IN_WORDS = {"good": "clean steps", "bad": "overflows", "age": "steps"}
 
 P = ParamSpec("P")
 
@@ -268,7 +270,7 @@ def _counted_as(own: Policy[Any], state: Any, given: Policy[Any]) -> Any:
 def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """List what differs after a conversion."""
     return [
-        f"{name}={_brief(value)} (there {_brief(after[name])}{_consequence(name, value, after[name])})"
+        f"{name}={_brief(value)} (becomes {_brief(after[name])}{_consequence(name, value, after[name])})"
         for name, value in before.items()
         if value != after.get(name, value)
     ]
@@ -284,7 +286,7 @@ def _consequence(name: str, here: Any, there: Any) -> str:
         return ""
     steps = abs(there - here)
     when = "later" if there > here else "sooner"
-    return f": after an overflow it grows {steps} clean step{'s' if steps > 1 else ''} {when}"
+    return f": after an overflow the scale grows {steps} clean step{'s' if steps > 1 else ''} {when}"
 
 
 def unused_of(remembered: Mapping[str, Any]) -> list[str]:
@@ -296,7 +298,7 @@ def unused_of(remembered: Mapping[str, Any]) -> list[str]:
 def _unknown_rule(policy: Policy[Any]) -> list[str]:
     """List a rule that no other system has, of which only the common settings are converted."""
     known = isinstance(policy, Dynamic | Tolerant | Static)
-    return [] if known else [f"policy={policy!r} (there Dynamic)"]
+    return [] if known else [f"policy={policy!r} (becomes Dynamic)"]
 
 
 def _unknown_memory(state: Any, policy: Policy[Any]) -> list[str]:
@@ -354,7 +356,7 @@ def _counts(policy: Policy[Any], state: Any) -> dict[str, int]:
     if not isinstance(policy, Moving):
         return {}
     if isinstance(policy, Tolerant):
-        return {name: int(getattr(state, name)) for name in ("good", "bad", "age")}
+        return {IN_WORDS[name]: int(getattr(state, name)) for name in ("good", "bad", "age")}
     if isinstance(policy, Dynamic):
-        return {"good": int(state.good), "overflows_left": policy.overflows_left(state)}
-    return {"good": int(state.good)}
+        return {IN_WORDS["good"]: int(state.good), "overflows_left": policy.overflows_left(state)}
+    return {IN_WORDS["good"]: int(state.good)}

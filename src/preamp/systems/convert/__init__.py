@@ -11,7 +11,7 @@ from preamp.policy import Policy, Tolerant
 from preamp.systems.convert.reading import read
 from preamp.systems.convert.searching import find
 from preamp.systems.convert.writing import check_name, write
-from preamp.systems.definition import Dialect, unused_of
+from preamp.systems.definition import IN_WORDS, Dialect, unused_of
 from preamp.systems.formats import compat_of
 
 __all__ = ["Conversion", "convert"]
@@ -40,13 +40,14 @@ class Conversion(NamedTuple):
 
     @property
     def counts(self) -> dict[str, float]:
-        """The numbers of the state by name. `good` counts the clean steps that count towards a growth.
+        """The numbers of the state, by names for people. "clean steps" are those that count towards a growth.
 
         A conversion does not change them, even between a system that counts every clean step and one that
         does not count the first after an overflow, such as DeepSpeed.
         """
         counts: dict[str, float] = self.state._asdict()
-        return {**counts, "good": max(counts["good"] - compat_of(self.policy).growth_delay, 0.0)}
+        counts["good"] = max(counts["good"] - compat_of(self.policy).growth_delay, 0.0)
+        return {IN_WORDS.get(name, name): value for name, value in counts.items()}
 
 
 def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...]) -> Conversion:
@@ -90,7 +91,7 @@ def _uncounted(state: Any, policy: Any) -> list[str]:
     counts_overflows = getattr(policy, "hysteresis", 1) > 1 or isinstance(policy, Tolerant)
     if counts_overflows or state.bad <= 0:
         return []
-    return [f"bad={state.bad:g} (counted for a policy that the checkpoint does not hold)"]
+    return [f"{IN_WORDS['bad']}={state.bad:g} (counted for a policy that the checkpoint does not hold)"]
 
 
 def _unsaved_of_policy(origin: Dialect[...], policy: Any) -> tuple[str, ...]:

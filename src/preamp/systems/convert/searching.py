@@ -87,7 +87,7 @@ def _loadable(tree: object, dialect: Dialect[...]) -> tuple[list[Found], list[Ex
                 state, policy = dialect.load_quietly(entries), dialect.load_policy(entries)
                 form = dialect.known_format()
                 remembered, guards = form.remembered(entries), form.guards(entries)
-                found.append(Found(where or "the top", state, policy, remembered, guards))
+                found.append(Found(where or "the top level", state, policy, remembered, guards))
         except (CheckpointError, PolicyError) as problem:
             problems.append(problem)
     return found, problems
