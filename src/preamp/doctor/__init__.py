@@ -5,7 +5,7 @@ first inf or NaN of a step in a lens's snapshot. From these `causes` follows the
 findings are worded in `batches`, `updates` (of weights), `forward` (with the loss) and `backward`.
 `not_learning` covers runs that lose nothing and learn nothing; `skipped_steps` and `headroom` the loss scale;
 `spikes` the steps that a guard skipped; `snapshots` what snapshots show by themselves. `advice` turns
-settings into code, `frameworks` replaces PyTorch's code by that of the run's framework, and `diagnosis`
+settings into code, `frameworks` has the code that advice consists of in each framework, and `diagnosis`
 combines the findings.
 """
 

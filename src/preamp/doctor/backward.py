@@ -11,7 +11,7 @@ from typing import Final
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, Finding
 from preamp.doctor.first_nonfinite import Origin, origin_of
-from preamp.doctor.history import SHORT, Extent, Failure, number
+from preamp.doctor.history import SHORT, Extent, Failure, number, sentence_of
 from preamp.doctor.snapshots import is_in_order, module_name, needs_no_scale
 from preamp.policy import Static
 from preamp.record.exponents import exponent_of
@@ -47,7 +47,7 @@ def in_backward(record: Record, end: Failure, source: Origin | None) -> Finding 
         "NaN in backward",
         f"{loss}{scales} {Extent.of_failure(record, end).words}: this is not an overflow; the "
         f"derivative of an operation is inf or NaN.{_where_in_backward(record, source)}",
-        DERIVATIVES + _otherwise(record, end, source),
+        _derivatives(record) + _otherwise(record, end, source),
     )
 
 
@@ -58,15 +58,18 @@ def _otherwise(record: Record, end: Failure, source: Origin | None) -> str:
     if source is None and end.start > record.opening:
         return (
             " If the gradients of a single pass are finite, the inf or NaN is left over from an earlier "
-            "step: call optimizer.zero_grad() after every step, skipped or not."
+            f"step: {record.code.clear}."
         )
     return ""
 
 
-DERIVATIVES: Final = (
-    "Look for sqrt, norm, log or a power at 0, a division by zero, or torch.where over a branch that is NaN "
-    "(its gradient is NaN even where it is not chosen). Add an epsilon to the argument, or clamp it."
-)
+def _derivatives(record: Record) -> str:
+    """Return the advice for a derivative that is inf or NaN."""
+    return (
+        f"Look for sqrt, norm, log or a power at 0, a division by zero, or {record.code.where} over a branch "
+        "that is NaN (its gradient is NaN even where it is not chosen). Add an epsilon to the argument, or "
+        "clamp it."
+    )
 
 
 def _is_huge(record: Record, end: Failure) -> bool:
@@ -108,7 +111,7 @@ def unnoticed(record: Record) -> Finding | None:
         f"{module_name(row.name)} is the first in backward with inf or NaN, while its other values are far "
         "from overflowing: the derivative of an operation is inf or NaN. Where steps were taken, the rest of "
         "the backward pass dropped these values.",
-        advice=DERIVATIVES,
+        advice=_derivatives(record),
         numbers={"snapshots": len(found)},
     )
 
@@ -140,12 +143,12 @@ def not_of_this_pass(record: Record, end: Failure) -> Finding | None:
             else "no parameter of this rank is named in these steps, so another rank most likely has the "
             "inf or NaN."
         ),
-        "Call optimizer.zero_grad() after every step, skipped or not"
+        sentence_of(record.code.clear_sums if here else record.code.clear)
         + (
-            ", also where gradients are accumulated. With several ranks, inf may also come from another one "
-            "through the all-reduce: look at their records. "
+            " With several ranks, inf may also come from another one through the all-reduce: look at their "
+            "records. "
             if here
-            else ". With several ranks, look at their records. "
+            else " With several ranks, look at their records. "
         )
         + "If your loop accumulates gradients itself, initialize them with zeros: multiplying inf by 0 gives "
         "NaN.",
@@ -189,8 +192,8 @@ def exploding(record: Record) -> Finding | None:
         severity="warning",
         sentence=f"The gradient norm jumped to more than {SPIKE_OF_NORM:.0f} times that of the steps before "
         f"it {spikes:,} times, up to {number(highest)}: the gradients explode from time to time.",
-        advice="Clip them (max_norm=1.0). In a recurrent network, use fewer time steps or smaller recurrent "
-        "weights.",
+        advice=f"Clip them ({record.code.clip}). In a recurrent network, use fewer time steps or smaller "
+        "recurrent weights.",
         numbers={"steps": spikes, "highest": highest},
     )
 
@@ -217,7 +220,8 @@ def _growing_backward(record: Record) -> Finding | None:
         severity="warning",
         sentence=f"In backward, the gradients grow {two_to(most - start)}-fold from {module_name(last)} to "
         f"{module_name(first)}: they explode.",
-        advice="Use smaller initial weights, normalization, or fewer time steps, and clip (max_norm=1.0).",
+        advice="Use smaller initial weights, normalization, or fewer time steps, and clip "
+        f"({record.code.clip}).",
         numbers={"powers": most - start},
     )
 
@@ -290,7 +294,7 @@ def sporadic_nan(record: Record) -> Finding | None:
         f"{power(lowest)}, where only gradients many times larger than all others overflow, and their loss "
         "was like that of other steps: this is not an overflow; the derivative of an operation is inf or NaN "
         f"for some batches.{first_parameter(record)}",
-        advice=DERIVATIVES,
+        advice=_derivatives(record),
         numbers={"steps": len(places), "highest_scale": highest},
     )
 

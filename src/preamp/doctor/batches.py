@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import Finding
@@ -13,7 +12,9 @@ from preamp.doctor.snapshots import module_name
 from preamp.record.formatting import two_to
 from preamp.record.snapshots import SnapshotRow
 
-CHECK: Final = "Check the batches before the model: `x.isfinite().all()`."
+
+def _check(extent: Extent) -> str:
+    return f"Check the batches before the model: {extent.code.is_finite('x')}."
 
 
 def bad_inputs(extent: Extent, given: SnapshotRow) -> Finding:
@@ -25,7 +26,7 @@ def bad_inputs(extent: Extent, given: SnapshotRow) -> Finding:
         f"first module, holds {held} in {given.histogram.nonfinite:,} of {given.histogram.total:,} entries, "
         "and all weights are finite. So it comes from the input data or the preprocessing. No "
         f"loss scale helps.{_again(extent)}",
-        f"{CHECK} Fix or drop such rows.",
+        f"{_check(extent)} Fix or drop such rows.",
         nonfinite=given.histogram.nonfinite,
     )
 
@@ -38,8 +39,8 @@ def large_inputs(extent: Extent, given: SnapshotRow, low: str) -> Finding:
         f"The input of {module_name(given.name)}, the first module, reaches {two_to(peak)} "
         f"{extent.words}, far more than in other steps or more than {low} can hold, and what is "
         f"computed from it overflows. No loss scale helps.{_again(extent)}",
-        "Check how large the batches are before the model: `x.abs().max()`. Normalize them, and "
-        "fix or drop such rows.",
+        f"Check how large the batches are before the model: {extent.code.largest_of('x')}. Normalize them, "
+        "and fix or drop such rows.",
         powers=peak,
     )
 
@@ -51,7 +52,7 @@ def bad_first_module(extent: Extent, source: Origin) -> Finding:
         "bad data",
         f"The output of {name}, the first module, holds inf or NaN {extent.words}, and its other "
         "values are far from overflowing: the input data hold inf or NaN. No loss scale helps.",
-        f"{CHECK} Fix or drop such rows. If the inputs are finite, check the initial weights and "
+        f"{_check(extent)} Fix or drop such rows. If the inputs are finite, check the initial weights and "
         "the first module itself.",
     )
 
@@ -63,7 +64,7 @@ def bad_targets(extent: Extent) -> Finding:
         f"The loss is inf or NaN {extent.words}, for every batch at once, but all outputs of "
         "modules are finite and no larger than before: the targets hold inf, NaN or extreme values. No loss "
         "scale helps.",
-        "Check the targets of these batches: `y.isfinite().all()`, and how large they are. A "
+        f"Check the targets of these batches: {extent.code.is_finite('y')}, and how large they are. A "
         "placeholder for missing values, such as 1e30 or -1, can do this too. If the targets are right, the "
         "cause is the loss function: compute it in float32, and keep the arguments of logarithms "
         "away from 0.",
@@ -78,9 +79,8 @@ def bad_other_pass(extent: Extent) -> Finding:
         "pass that was recorded are finite. So the inf or NaN comes from what was not recorded: another pass "
         "of the same step (a micro-batch), a term of the loss that does not use this model, or another rank. "
         f"Most likely a micro-batch holds inf, NaN or extreme values. No loss scale helps.{_again(extent)}",
-        "Check each micro-batch of these steps, inputs and targets: `x.isfinite().all()`, and how large they "
-        "are. Fix or drop them. If they are finite, record the other passes too: give the Lens an `every` "
-        "that has no divisor in common with the number of passes in a step.",
+        f"Check each micro-batch of these steps, inputs and targets: {extent.code.is_finite('x')}, and how "
+        f"large they are. Fix or drop them. {extent.code.other_passes}".rstrip(),
     )
 
 
@@ -99,8 +99,8 @@ def bad_batches(record: Record, places: Sequence[int], why: str, *, also: str = 
         severity="warning",
         sentence=f"{extent.words[0].upper()}{extent.words[1:]}, {why}: their batches, inputs or targets, "
         f"most likely hold inf, NaN or extreme values.{_again(extent)}",
-        advice="Check the data of these steps, inputs and targets: `x.isfinite().all()`, and how large "
-        f"they are. Fix or drop them.{also}",
+        advice=f"Check the data of these steps, inputs and targets: {extent.code.is_finite('x')}, and how "
+        f"large they are. Fix or drop them.{also}",
         numbers=extent.numbers,
     )
 

@@ -233,9 +233,8 @@ def _unknown_nan(extent: Extent) -> Finding:
         f"The loss is NaN {extent.words}, and was never inf: the forward pass produces NaN or "
         "overflows, or the input data hold NaN. No loss scale helps, because the loss is scaled "
         "after the forward pass.",
-        "Check the batches first: `x.isfinite().all()`. If they are finite, find the first layer "
-        "whose output is not (a preamp.torch.Lens names it), and run it in float32, in "
-        "autocast(enabled=False).",
+        f"Check the batches first: {extent.code.is_finite('x')}. If they are finite, find the first layer "
+        f"whose output is not ({extent.code.find_layer}), and run it in float32, {extent.code.in_float32}.",
     )
 
 
@@ -259,7 +258,7 @@ def sporadic_failures(record: Record) -> Finding | None:
             places,
             why,
             also=" If they are finite, the derivative of an operation, or the loss, is inf or NaN for them. "
-            "To find out which, record the loss of each step and snapshots of a Lens.",
+            f"To find out which, record the loss of each step{record.code.and_snapshots}.",
         )
     return None
 

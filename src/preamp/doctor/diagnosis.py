@@ -11,7 +11,6 @@ from preamp.doctor.backward import exploding, too_large
 from preamp.doctor.causes import failed, sporadic_failures
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import OFTEN, Finding
-from preamp.doctor.frameworks import framework_of, in_framework
 from preamp.doctor.headroom import at_ceiling, never_grew, not_scaled, too_low, vanished
 from preamp.doctor.not_learning import (
     clipped_while_scaled,
@@ -130,14 +129,12 @@ class Diagnosis:
 
         For Keras and TensorFlow there is none: the command runs functions of PyTorch and JAX.
         """
-        framework = framework_of(self.record)
-        if framework in ("keras", "tensorflow") or not any(
-            finding.kind in OF_OPERATIONS for finding in self.findings
-        ):
+        flags = self.record.code.blame
+        if flags is None or not any(finding.kind in OF_OPERATIONS for finding in self.findings):
             return ""
-        dtype = self.record.band.name + (" --framework jax" if framework == "jax" else "")
         return (
-            f"preamp blame MODULE:FUNCTION --dtype {dtype} says which operation of your step loses accuracy."
+            f"preamp blame MODULE:FUNCTION --dtype {self.record.band.name}{flags} says which operation of "
+            "your step loses accuracy."
         )
 
     def rehearsal(self) -> str:
@@ -170,16 +167,7 @@ def diagnose(trace: Trace) -> Diagnosis:
     """
     record = Record(trace)
     found = sorted(_findings(record), key=lambda finding: WORST_FIRST.index(finding.severity))
-    framework = framework_of(record)
-    worded = [
-        replace(
-            finding,
-            sentence=in_framework(finding.sentence, framework),
-            advice=in_framework(finding.advice, framework),
-        )
-        for finding in _consistent(found)
-    ]
-    return Diagnosis(tuple(worded), record)
+    return Diagnosis(tuple(_consistent(found)), record)
 
 
 def _consistent(found: Iterable[Finding]) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from preamp.doctor.advice import recorded_policy
 from preamp.doctor.finding import RARE
+from preamp.doctor.frameworks import CODE, Code, framework_of
 from preamp.policy import Policy
 from preamp.record.exponents import BANDS, Band, exponent_of
 from preamp.record.snapshots import Snapshot, SnapshotRow, merge_snapshots
@@ -114,10 +115,12 @@ class Record:
         skipped: for every step, 1 if it was skipped because it overflowed. A spike that a guard skipped does
             not count: its gradients were finite at that scale.
         snapshots: of single steps; parts that were recorded of the same step are merged.
+        code: what advice consists of, in the framework of the run.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace: Trace = trace
+        self.code: Code = CODE[framework_of(trace)]
         self.policy: Policy[Any] | None = recorded_policy(trace.about.get("policy"))
         self.snapshots: list[Snapshot] = [
             snapshot for snapshot in merge_snapshots(trace.snapshots) if 0.0 < snapshot.scale < math.inf

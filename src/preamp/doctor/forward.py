@@ -15,7 +15,10 @@ from preamp.record.snapshots import Snapshot, SnapshotRow
 
 CLOSE: Final = 2  # powers of two below the largest number of a format
 NO_SCALE: Final = "No loss scale helps, because the loss is scaled after the forward pass."
-FLOAT32: Final = "Compute the loss in float32: loss_fn(output.float(), target)."
+
+
+def _float32(extent: Extent) -> str:
+    return f"Compute the loss in float32: {extent.code.loss_in_float32}."
 
 
 def forward_overflow(extent: Extent, source: Origin, row: SnapshotRow) -> Finding:
@@ -25,28 +28,13 @@ def forward_overflow(extent: Extent, source: Origin, row: SnapshotRow) -> Findin
         "forward overflow",
         f"{_place(source, row)} overflows in forward {extent.words}: {low} ends at "
         f"{source.snapshot.band.largest:,.0f}{before and f', and {before}'}. {NO_SCALE}",
-        f"{run_in_float32(row.name)} {AFTER_IT}",
+        f"{extent.code.run_in_float32(row.name)} {AFTER_IT}",
     )
 
 
 def _place(source: Origin, row: SnapshotRow) -> str:
     what = "What is computed for" if source.stage == "between" else "The output of"
     return f"{what} {module_name(row.name)}"
-
-
-def run_in_float32(name: str) -> str:
-    """Return the advice to run a module in float32."""
-    if not name:
-        return (
-            "Run the operator that overflows in float32: autocast(..., "
-            'casting=casting.DEFAULT.float32("exp")),'
-            " with the operator's name instead of exp. Or make its inputs smaller."
-        )
-    path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
-    return (
-        f"Run {name} in float32: write `with torch.autocast(device, enabled=False): y = "
-        f"model{path}(x.float())` where {name} is called."
-    )
 
 
 AFTER_IT: Final = (
@@ -70,14 +58,14 @@ def unknown_forward(record: Record, extent: Extent) -> Finding:
     if record.snapshots:
         find = "A snapshot of such a step would name the module."
     else:
-        find = "Find the first layer whose output is inf: a preamp.torch.Lens names it."
+        find = f"Find the first layer whose output is inf: {extent.code.find_layer}."
     return extent.finding(
         "forward overflow",
         f"The loss itself is inf or NaN {extent.words}: something overflows in forward, or the loss "
         f"function produces it, for example from a logarithm of 0. {NO_SCALE}",
-        f"{find} Run it in float32, in autocast(enabled=False), or with "
-        'casting=casting.DEFAULT.float32("exp") for an operator. If all outputs are finite, the cause is the '
-        "loss function: compute it in float32, and keep the arguments of logarithms away from 0.",
+        f"{find} Run it in float32, {extent.code.in_float32}{extent.code.or_operator}. If all outputs are "
+        "finite, the cause is the loss function: compute it in float32, and keep the arguments of logarithms "
+        "away from 0.",
     )
 
 
@@ -93,8 +81,8 @@ def forward_nan(extent: Extent, source: Origin, row: SnapshotRow) -> Finding:
         f"are finite: an operation {where} produces them. {NO_SCALE}",
         "Look there for a division by zero, or by a norm, a deviation or a count that can be zero, "
         "the logarithm or root of a value that may be zero or negative, and a softmax over a row that is "
-        f"completely masked: add an epsilon, or clamp. {run_in_float32(row.name)} Float32 fixes an "
-        "exponential, a sum, a difference of squares or a mask of -1e9 that is too large for float16.",
+        f"completely masked: add an epsilon, or clamp. {extent.code.run_in_float32(row.name)} Float32 fixes "
+        "an exponential, a sum, a difference of squares or a mask of -1e9 that is too large for float16.",
     )
 
 
@@ -118,7 +106,7 @@ def nearly_overflows(extent: Extent, close: tuple[Snapshot, SnapshotRow]) -> Fin
         f"The loss is inf or NaN {extent.words}, and the output of {module_name(row.name)} comes "
         f"close to the largest number of {snapshot.low_dtype} in other steps: it overflows in forward. "
         f"{NO_SCALE}",
-        run_in_float32(row.name),
+        extent.code.run_in_float32(row.name),
     )
 
 
@@ -133,7 +121,7 @@ def in_loss(extent: Extent, *, is_inf: bool) -> Finding:
         "loss function",
         f"The loss is {'inf or NaN' if is_inf else 'NaN'} {extent.words}, but all outputs of "
         "modules are finite, so the loss function produces it. No loss scale helps.",
-        f"Look there for {cause}. {FLOAT32}",
+        f"Look there for {cause}. {_float32(extent)}",
     )
 
 
@@ -145,7 +133,7 @@ def in_a_term(extent: Extent) -> Finding:
         "difference of terms, one of which is inf. An inf in the outputs would most likely be in both terms "
         "and give NaN. So a term of the loss function overflows, or else an output overflows in forward. No "
         "loss scale helps.",
-        f"Look there for an exponential, a power or a sum that overflows float16. {FLOAT32} If that "
+        f"Look there for an exponential, a power or a sum that overflows float16. {_float32(extent)} If that "
         "does not help, find the first layer whose output is inf and run it in float32.",
     )
 
@@ -157,7 +145,7 @@ def seems_in_loss(extent: Extent, *, is_inf: bool) -> Finding:
         f"The loss is {'inf' if is_inf else 'NaN'} {extent.words}, more and more often, and it fell "
         "before: as predictions become confident, the loss function takes the logarithm of 0. Or an output "
         "overflows in forward. No loss scale helps.",
-        f"{FLOAT32} Keep the arguments of logarithms away from 0: use log_softmax, cross_entropy or "
-        "binary_cross_entropy_with_logits on the raw outputs. If that does not help, find the first "
-        "layer whose output is inf (a preamp.torch.Lens names it) and run it in float32.",
+        f"{_float32(extent)} Keep the arguments of logarithms away from 0: use {extent.code.from_logits} on "
+        "the raw outputs. If that does not help, find the first layer whose output is inf "
+        f"({extent.code.find_layer}) and run it in float32.",
     )

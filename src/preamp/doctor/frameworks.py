@@ -1,146 +1,221 @@
-"""Word findings for the framework of a run.
+"""The code that advice consists of, in each framework.
 
-They are written with code of PyTorch, which is replaced here for runs of JAX, Keras and TensorFlow.
+Findings take it from `Record.code` or `Extent.code`, so that advice has code of the framework of the run.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
 
-from preamp.doctor.evidence import Record
-
-KNOWN: Final = ("torch", "jax", "keras", "tensorflow")
+from preamp.record.trace import Trace
 
 
-class Phrase(NamedTuple):
-    """What to write in each framework.
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """The pieces of advice that differ between frameworks, each as it stands within a sentence.
 
     Attributes:
-        torch: as findings have it, a regular expression.
-        jax: instead of it; may use its groups.
-        keras: likewise.
-        tensorflow: likewise, for tf_keras.
+        finite: tests that every entry of the array {x} is finite.
+        largest: the largest magnitude in the array {x}.
+        weights_finite: tests that all weights of the model are finite.
+        find_layer: a clause on how to find the first layer whose output is not finite.
+        and_snapshots: " and" what else to record, besides the loss of each step; "" if there is nothing.
+        other_passes: a sentence on how to record the other passes of a step; "" if that is not possible.
+        where: the function that chooses between two arrays.
+        clear: a clause on clearing gradients in a loop that does not accumulate them on purpose.
+        clear_sums: the same for any loop.
+        clip: the argument that clips gradients.
+        clip_unscaled: how to clip gradients that are no longer scaled; whole sentences.
+        save_scale: how to save and load the scale; a sentence.
+        reset_statistics: a clause on resetting the statistics of batch normalization.
+        skips_unscaled: makes what skips steps that are not finite without scaling.
+        own_parameters: what to add to "the parameters of this model".
+        make_optimizer: how to give the optimizer the right parameters; a sentence.
+        stops_gradients: what keeps gradients from flowing, as a list.
+        in_float32: where or how to compute something in float32.
+        or_operator: " or" how to do so for one operator; "" if there is no way.
+        operator_in_float32: a sentence on how to do so for an operator whose layer is not known.
+        layer_in_float32: how to do so for the layer {name}, which is at model{path}.
+        loss_in_float32: how to do so for the loss.
+        from_logits: loss functions that take the logarithm of a softmax or sigmoid safely.
+        trace: what records a run.
+        blame: what to add to the flags of `preamp blame`; None where it has no support for the framework.
     """
 
-    torch: str
-    jax: str
-    keras: str
-    tensorflow: str
+    finite: str
+    largest: str
+    weights_finite: str
+    find_layer: str
+    and_snapshots: str
+    other_passes: str
+    where: str
+    clear: str
+    clear_sums: str
+    clip: str
+    clip_unscaled: str
+    save_scale: str
+    reset_statistics: str
+    skips_unscaled: str
+    own_parameters: str
+    make_optimizer: str
+    stops_gradients: str
+    in_float32: str
+    or_operator: str
+    operator_in_float32: str
+    layer_in_float32: str
+    loss_in_float32: str
+    from_logits: str
+    trace: str
+    blame: str | None
+
+    def is_finite(self, x: str) -> str:
+        """Return the code that tests whether every entry of an array is finite."""
+        return f"`{self.finite.format(x=x)}`"
+
+    def largest_of(self, x: str) -> str:
+        """Return the code that computes the largest magnitude in an array."""
+        return f"`{self.largest.format(x=x)}`"
+
+    def run_in_float32(self, name: str) -> str:
+        """Return the advice to run a layer in float32.
+
+        Args:
+            name: of the layer; "" for the whole model, of which one operator should run in float32.
+        """
+        if not name:
+            return self.operator_in_float32
+        path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
+        return f"Run {name} in float32: {self.layer_in_float32.format(name=name, path=path)}."
 
 
-def _for_layers(torch: str, jax: str, keras: str) -> Phrase:
-    """Return a phrase that is the same for Keras and for tf_keras."""
-    return Phrase(torch, jax, keras, keras)
-
-
-PHRASES: Final = (
-    _for_layers(r"`(\w)\.isfinite\(\)\.all\(\)`", r"`jnp.isfinite(\1).all()`", r"`numpy.isfinite(\1).all()`"),
-    _for_layers(r"`(\w)\.abs\(\)\.max\(\)`", r"`jnp.abs(\1).max()`", r"`numpy.abs(\1).max()`"),
-    _for_layers(
-        r"`all\(p\.isfinite\(\)\.all\(\) for p in model\.parameters\(\)\)`",
-        "`all(jnp.isfinite(p).all() for p in jax.tree.leaves(params))`",
-        "`all(numpy.isfinite(w).all() for w in model.get_weights())`",
-    ),
-    Phrase(
-        "a preamp.torch.Lens names it",
-        "jax_debug_nans and jax_debug_infs stop there",
-        "keras.Model(model.inputs, [layer.output for layer in model.layers]) returns the output of each",
-        "tf.debugging.enable_check_numerics() stops there",
-    ),
-    _for_layers(" and snapshots of a Lens", " and snapshots (preamp.jax.snapshot)", ""),
-    _for_layers(
-        " If they are finite, record the other passes too: give the Lens .* in a step\\.",
-        " If they are finite, record snapshots of the other passes too.",
-        "",
-    ),
-    Phrase(r"torch\.where", "jnp.where", "keras.ops.where", "tf.where"),
-    _for_layers(
-        r"([Cc])all optimizer\.zero_grad\(\) after",
-        r"\1lear accumulated gradients after",
-        r"\1lear accumulated gradients after",
-    ),
-    _for_layers(r"\(max_norm=1\.0\)", "(max_norm=1.0)", "(global_clipnorm=1.0)"),
-    Phrase(
-        r"Let the scaler clip: .* loss_scaled\(optimizer, max_norm=\.\.\.\)\.",
-        "Let the transformation clip: loss_scaled(optimizer, max_norm=...).",
-        "Let the optimizer clip: LossScaleOptimizer(optimizer, global_clipnorm=...).",
-        "Let the inner optimizer clip, with its argument global_clipnorm.",
-    ),
-    Phrase(
-        r"Save and load the scaler with the model: scaler\.state_dict\(\) and scaler\.load_state_dict\(\)\.",
-        "Save and load opt_state with the parameters: it contains the scale.",
-        "Save and load the whole model with its optimizer: model.save() and keras.saving.load_model().",
-        "Save and load the optimizer with the model, as in tf.train.Checkpoint(model=..., optimizer=...).",
-    ),
-    _for_layers(
-        r"module\.reset_running_stats\(\) for BatchNorm",
-        "initialize the batch statistics again",
-        "assign zeros to moving_mean and ones to moving_variance of BatchNormalization",
-    ),
-    _for_layers(
-        r"GradScaler\(policy=Static\(1\.0\)\)",
-        "loss_scaled(optimizer, Static(1.0))",
-        "LossScaleOptimizer(optimizer, policy=Static(1.0))",
-    ),
-    _for_layers(r" \(after \.to\(\) and wrapping\)", "", ""),
-    _for_layers(
-        r"Create the optimizer last, after model\.to\(\.\.\.\) and anything that copies or wraps the model\.",
-        "Call optimizer.init with the parameters that are trained.",
-        "Make a new optimizer for this model, and give it the model's trainable variables.",
-    ),
-    _for_layers(r"detach\(\), stop_gradient, no_grad or", "stop_gradient or", "stop_gradient or"),
-    _for_layers(
-        r", in a region with autocast\(enabled=False\)",
-        ", with autocast(function, enabled=False)",
-        ', with dtype="float32"',
-    ),
-    _for_layers(
-        r', in autocast\(enabled=False\), or with casting=casting\.DEFAULT\.float32\("exp"\) for an operator',
-        ", with autocast(function, enabled=False), or with "
-        'casting=casting.DEFAULT.float32("exp") for a primitive',
-        ', with dtype="float32"',
-    ),
-    _for_layers(
-        r", in autocast\(enabled=False\)",
-        ", with autocast(function, enabled=False)",
-        ', with dtype="float32"',
-    ),
-    _for_layers(
-        r"Run the operator that overflows in float32: autocast\(.*, with the operator's name instead of "
-        r"exp\.",
-        'Run the primitive that overflows in float32: autocast(..., casting=casting.DEFAULT.float32("exp")), '
-        "with the primitive's name instead of exp.",
-        'Run the layer that overflows in float32: give it dtype="float32".',
-    ),
-    _for_layers(
-        r"write `with torch\.autocast\([^`]*` where (\S+) is called",
-        r"call what computes \1 as autocast(function, enabled=False), with inputs in float32",
-        r'give \1 dtype="float32"',
-    ),
-    _for_layers(
-        r"loss_fn\(output\.float\(\), target\)",
-        "loss_fn(output.astype(jnp.float32), target)",
-        'give the last layer dtype="float32"',
-    ),
-    _for_layers(
-        "use log_softmax, cross_entropy or binary_cross_entropy_with_logits on",
-        "use jax.nn.log_softmax, optax.softmax_cross_entropy or optax.sigmoid_binary_cross_entropy on",
-        "use a loss with from_logits=True on",
-    ),
+TORCH: Final = Code(
+    finite="{x}.isfinite().all()",
+    largest="{x}.abs().max()",
+    weights_finite="all(p.isfinite().all() for p in model.parameters())",
+    find_layer="a preamp.torch.Lens names it",
+    and_snapshots=" and snapshots of a Lens",
+    other_passes="If they are finite, record the other passes too: give the Lens an `every` that has no "
+    "divisor in common with the number of passes in a step.",
+    where="torch.where",
+    clear="call optimizer.zero_grad() after every step, skipped or not",
+    clear_sums="call optimizer.zero_grad() after every step, skipped or not, also where gradients are "
+    "accumulated",
+    clip="max_norm=1.0",
+    clip_unscaled="Let the scaler clip: scaler.step(optimizer, max_norm=...). Or call "
+    "scaler.unscale_(optimizer) before clip_grad_norm_.",
+    save_scale="Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict().",
+    reset_statistics="module.reset_running_stats() for BatchNorm",
+    skips_unscaled="GradScaler(policy=Static(1.0))",
+    own_parameters=" (after .to() and wrapping)",
+    make_optimizer="Create the optimizer last, after model.to(...) and anything that copies or wraps the "
+    "model.",
+    stops_gradients="detach(), no_grad",
+    in_float32="in a region with autocast(enabled=False)",
+    or_operator=', or with casting=casting.DEFAULT.float32("exp") for an operator',
+    operator_in_float32="Run the operator that overflows in float32: autocast(..., "
+    'casting=casting.DEFAULT.float32("exp")), with the operator\'s name instead of exp. Or make its inputs '
+    "smaller.",
+    layer_in_float32="write `with torch.autocast(device, enabled=False): y = model{path}(x.float())` where "
+    "{name} is called",
+    loss_in_float32="loss_fn(output.float(), target)",
+    from_logits="log_softmax, cross_entropy or binary_cross_entropy_with_logits",
+    trace="Trace",
+    blame="",
 )
 
+UNKNOWN: Final = replace(
+    TORCH,
+    clip_unscaled=f"{TORCH.clip_unscaled} In optax, put the clipping inside: "
+    "loss_scaled(optimizer, max_norm=...).",
+    stops_gradients="detach(), stop_gradient, no_grad",
+)
+"""For a run of an unknown framework: PyTorch's code, and JAX's where it costs only a few words."""
 
-def framework_of(record: Record) -> str | None:
+JAX: Final = Code(
+    finite="jnp.isfinite({x}).all()",
+    largest="jnp.abs({x}).max()",
+    weights_finite="all(jnp.isfinite(p).all() for p in jax.tree.leaves(params))",
+    find_layer="jax_debug_nans and jax_debug_infs stop there",
+    and_snapshots=" and snapshots (preamp.jax.snapshot)",
+    other_passes="If they are finite, record snapshots of the other passes too.",
+    where="jnp.where",
+    clear="clear accumulated gradients after every step, skipped or not",
+    clear_sums="clear accumulated gradients after every step, skipped or not",
+    clip="max_norm=1.0",
+    clip_unscaled="Let the transformation clip: loss_scaled(optimizer, max_norm=...).",
+    save_scale="Save and load opt_state with the parameters: it contains the scale.",
+    reset_statistics="initialize the batch statistics again",
+    skips_unscaled="loss_scaled(optimizer, Static(1.0))",
+    own_parameters="",
+    make_optimizer="Call optimizer.init with the parameters that are trained.",
+    stops_gradients="stop_gradient",
+    in_float32="with autocast(function, enabled=False)",
+    or_operator=', or with casting=casting.DEFAULT.float32("exp") for a primitive',
+    operator_in_float32="Run the primitive that overflows in float32: autocast(..., "
+    'casting=casting.DEFAULT.float32("exp")), with the primitive\'s name instead of exp. Or make its inputs '
+    "smaller.",
+    layer_in_float32="call what computes {name} as autocast(function, enabled=False), with inputs in float32",
+    loss_in_float32="loss_fn(output.astype(jnp.float32), target)",
+    from_logits="jax.nn.log_softmax, optax.softmax_cross_entropy or optax.sigmoid_binary_cross_entropy",
+    trace="Trace",
+    blame=" --framework jax",
+)
+
+KERAS: Final = Code(
+    finite="numpy.isfinite({x}).all()",
+    largest="numpy.abs({x}).max()",
+    weights_finite="all(numpy.isfinite(w).all() for w in model.get_weights())",
+    find_layer="keras.Model(model.inputs, [layer.output for layer in model.layers]) returns the output of "
+    "each",
+    and_snapshots="",
+    other_passes="",
+    where="keras.ops.where",
+    clear="clear accumulated gradients after every step, skipped or not",
+    clear_sums="clear accumulated gradients after every step, skipped or not",
+    clip="global_clipnorm=1.0",
+    clip_unscaled="Let the optimizer clip: LossScaleOptimizer(optimizer, global_clipnorm=...).",
+    save_scale="Save and load the whole model with its optimizer: model.save() and "
+    "keras.saving.load_model().",
+    reset_statistics="assign zeros to moving_mean and ones to moving_variance of BatchNormalization",
+    skips_unscaled="LossScaleOptimizer(optimizer, policy=Static(1.0))",
+    own_parameters="",
+    make_optimizer="Make a new optimizer for this model, and give it the model's trainable variables.",
+    stops_gradients="stop_gradient",
+    in_float32='with dtype="float32"',
+    or_operator="",
+    operator_in_float32='Run the layer that overflows in float32: give it dtype="float32". Or make its '
+    "inputs smaller.",
+    layer_in_float32='give {name} dtype="float32"',
+    loss_in_float32='give the last layer dtype="float32"',
+    from_logits="a loss with from_logits=True",
+    trace="TraceCallback",
+    blame=None,
+)
+
+TENSORFLOW: Final = replace(
+    KERAS,
+    find_layer="tf.debugging.enable_check_numerics() stops there",
+    where="tf.where",
+    clip_unscaled="Let the inner optimizer clip, with its argument global_clipnorm.",
+    save_scale="Save and load the optimizer with the model, as in tf.train.Checkpoint(model=..., "
+    "optimizer=...).",
+    trace="Trace",
+)
+"""For tf_keras, whose layers are like those of Keras 3."""
+
+CODE: Final[Mapping[str | None, Code]] = {
+    None: UNKNOWN,
+    "torch": TORCH,
+    "jax": JAX,
+    "keras": KERAS,
+    "tensorflow": TENSORFLOW,
+}
+"""By the name of the framework; None for an unknown one."""
+
+
+def framework_of(trace: Trace) -> str | None:
     """Return the framework of a run, as its steps or its description say; None if it is unknown."""
-    given = (record.trace.framework, record.trace.about.get("framework"))
-    return next((str(name) for name in given if name in KNOWN), None)
-
-
-def in_framework(text: str, framework: str | None) -> str:
-    """Return a text with the code of a framework; as it is for PyTorch, and for one that is unknown."""
-    if framework in (None, "torch"):
-        return text
-    for phrase in PHRASES:
-        text = re.sub(phrase.torch, getattr(phrase, str(framework)), text)
-    return text
+    given = (trace.framework, trace.about.get("framework"))
+    return next((name for name in given if isinstance(name, str) and name in CODE), None)

@@ -252,7 +252,7 @@ def _loss_below_normal(record: Record) -> Finding | None:
         f"{power(highest)}, it is below {record.band.name}'s smallest normal number, "
         f"{power(record.band.normal)}: most gradients lose digits there, or round to zero.",
         advice="Start higher. A model that computes in float32 throughout needs no scale: write "
-        'Trace(precision="float32") then.',
+        f'{record.code.trace}(precision="float32") then.',
         numbers={"loss": first, "scale": highest},
         settings={"init_scale": FIRST_TRY},
     )

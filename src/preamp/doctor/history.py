@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, Finding, Severity
+from preamp.doctor.frameworks import Code
 
 MOSTLY: Final = 0.9
 """A run has failed from the step on after which this share of steps is bad."""
@@ -162,18 +163,20 @@ class Extent(NamedTuple):
         words: in words, such as "from step 41 on".
         severity: "problem" for the rest of a run, "warning" for single steps.
         numbers: the numbers in the words, by name.
+        code: what advice consists of, in the framework of the run.
     """
 
     words: str
     severity: Severity
     numbers: Mapping[str, float]
+    code: Code
 
     @classmethod
     def of_failure(cls, record: Record, end: Failure) -> Extent:
         """Return the extent of a failure that lasts to the end of the run."""
         words = "in every step" if end.start == 0 else f"from step {record.index[end.start]:,} on"
         numbers = {"start": end.start, "skipped": end.skips, "lowest_scale": end.lowest}
-        return cls(words, "problem", numbers)
+        return cls(words, "problem", numbers, record.code)
 
     @classmethod
     def of_steps(cls, record: Record, places: Sequence[int]) -> Extent:
@@ -182,7 +185,8 @@ class Extent(NamedTuple):
         more = ", ..." if len(places) > 5 else ""
         steps = "1 step" if len(places) == 1 else f"{len(places):,} steps"
         period = period_of(places)
-        return cls(f"in {steps} ({some}{more})", "warning", {"steps": len(places), "period": period})
+        numbers = {"steps": len(places), "period": period}
+        return cls(f"in {steps} ({some}{more})", "warning", numbers, record.code)
 
     def finding(self, kind: str, sentence: str, advice: str, **numbers: float) -> Finding:
         """Return a finding about these steps."""
@@ -200,3 +204,8 @@ def number(value: float) -> str:
     if value == 0.0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def sentence_of(clause: str) -> str:
+    """Return a clause as a sentence."""
+    return f"{clause[0].upper()}{clause[1:]}."

@@ -10,7 +10,6 @@ from typing import Final
 
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import Finding
-from preamp.doctor.forward import run_in_float32
 from preamp.doctor.headroom import is_cut_off, is_far_too_low
 from preamp.doctor.history import SHORT, number
 from preamp.doctor.snapshots import module_name
@@ -55,7 +54,7 @@ def not_learning(record: Record) -> Finding | None:
         sentence=f"The loss has {count} {len(losses):,} steps, and its values repeat exactly from beginning "
         "to end: the weights do not change.",
         advice="Check that the learning rate is above 0, that the optimizer was given the parameters of this "
-        "model (after .to() and wrapping), and that the loss depends on them.",
+        f"model{record.code.own_parameters}, and that the loss depends on them.",
         numbers={"values": values, "steps": len(losses)},
     )
 
@@ -67,7 +66,7 @@ def _cut_off(record: Record) -> Finding:
         sentence=f"All gradients were exactly zero in all {len(record):,} steps, although the loss times the "
         "scale is far too large for them to round to zero: the loss does not depend on the parameters that "
         "are trained.",
-        advice="Look for detach(), stop_gradient, no_grad or an argmax between the parameters and the loss, "
+        advice=f"Look for {record.code.stops_gradients} or an argmax between the parameters and the loss, "
         "for frozen parameters, and for an optimizer that was given the parameters of another model.",
         numbers={"steps": len(record)},
     )
@@ -99,7 +98,7 @@ def _other_parameters(record: Record) -> Finding | None:
         severity="problem",
         sentence=f"All gradients of the optimizer were zero in {len(norms):,} steps, but those of the model "
         "were not: the optimizer holds other parameters.",
-        advice="Create the optimizer last, after model.to(...) and anything that copies or wraps the model.",
+        advice=record.code.make_optimizer,
         numbers={"steps": len(norms)},
     )
 
@@ -130,9 +129,7 @@ def clipped_while_scaled(record: Record) -> Finding | None:
         sentence=f"In nearly all steps the gradient norm times the scale is {number(bound)}: the gradients "
         "were clipped while they were still scaled, so the updates are too small by a factor of the "
         "scale.",
-        advice="Let the scaler clip: scaler.step(optimizer, max_norm=...). Or call "
-        "scaler.unscale_(optimizer) before clip_grad_norm_. In optax, put the clipping inside: "
-        "loss_scaled(optimizer, max_norm=...).",
+        advice=record.code.clip_unscaled,
         numbers={"bound": bound},
     )
 
@@ -170,8 +167,9 @@ def poisoned_buffers(record: Record) -> Finding | None:
         severity="problem",
         sentence=f"After a skipped step, {shown} held inf or NaN. Skipping a step protects the weights "
         "but not the buffers of modules: in evaluation the model gives NaN.",
-        advice="Reset them, or go back to a checkpoint before that step: module.reset_running_stats() for "
-        "BatchNorm. An overflow in forward put them there; run the modules before it in float32.",
+        advice="Reset them, or go back to a checkpoint before that step: "
+        f"{record.code.reset_statistics}. An overflow in forward put them there; run the modules before it "
+        "in float32.",
         numbers={"buffers": len(names)},
     )
 
@@ -216,7 +214,7 @@ def dead_units(record: Record) -> Finding | None:
     always = any(row.name == names[0] and row.what == "activation" and _is_zero(row) for row in clean[0].rows)
     began = (
         "They are zero from the start: the initial weights or biases are wrong, or the module divides by a "
-        f"value that overflows, which gives 0. {run_in_float32(names[0])}"
+        f"value that overflows, which gives 0. {record.code.run_in_float32(names[0])}"
     )
     return Finding(
         kind="dead units",

@@ -19,7 +19,6 @@ from preamp.systems.definition import Dialect
 
 RECENT: Final = 100
 FARTHEST_BACKOFF: Final = 2.0**-4
-LOAD: Final = "Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict()."
 LEAST_STEPS: Final = 10
 NEARLY_ALL: Final = 0.8
 """The share of skipped steps from which on a run makes no progress."""
@@ -71,10 +70,10 @@ def _remedy(record: Record, skipped: list[int]) -> Remedy:
         )
     if not is_constant and scale > 1.0:
         return "The scale is still falling. Start lower.", {"init_scale": min(scale, Dynamic.init_scale)}
-    unknown = "" if losses else " To find the cause, record the loss of each step and snapshots of a Lens."
+    unknown = f" To find the cause, record the loss of each step{record.code.and_snapshots}."
     return (
         "At such a low scale finite gradients do not overflow: something is NaN. Look for it in the data, "
-        f"the loss and the forward pass.{unknown}",
+        f"the loss and the forward pass.{'' if losses else unknown}",
         {},
     )
 
@@ -237,7 +236,7 @@ def lost_scale(record: Record) -> Finding | None:
             sentence=f"The record restarts at step {record.index[0]:,}, and the first "
             f"{record.opening:,} steps were skipped while the scale fell from {power(record.scales[0])} to "
             f"{power(record.scales[record.opening])}: the run was resumed without its saved scale.",
-            advice=LOAD,
+            advice=record.code.save_scale,
             numbers={"skipped": record.opening},
         )
     new = record.new_scale
@@ -255,7 +254,7 @@ def lost_scale(record: Record) -> Finding | None:
             sentence=f"Between steps {record.index[place - 1]:,} and {record.index[place]:,} the scale "
             f"jumped from {power(before)} to {power(scale)}, and {skips:,} steps were skipped until it was "
             "back: the run was resumed without its saved scale.",
-            advice=LOAD,
+            advice=record.code.save_scale,
             numbers={"before": before, "scale": scale, "skipped": skips},
         )
     return None

@@ -160,7 +160,7 @@ def limited(record: Record) -> Finding | None:
         f"{_WHAT[row.what].replace(' the ', ' its ')} had {powers(headroom or 0)} of headroom in "
         f"{snapshot.low_dtype} at {power(snapshot.scale)}"
         + (f". Without it the scale could be {two_to(alone)} times higher." if alone >= FAR else "."),
-        advice=f"Run {name} in float32, in a region with autocast(enabled=False)." if alone >= FAR else "",
+        advice=f"Run {name} in float32, {record.code.in_float32}." if alone >= FAR else "",
         numbers={"headroom": headroom or 0, "alone": alone},
     )
 

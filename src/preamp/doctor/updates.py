@@ -91,7 +91,7 @@ def _divergence(record: Record, loss: Rise | None, norm: Rise | None, end: Failu
         severity="problem",
         sentence=f"The training diverged: {said}{when}. The loss scale did not cause this.",
         advice="Lower the learning rate, by a factor of 10 to begin with, warm it up, or clip the gradients "
-        "(max_norm=1.0).",
+        f"({record.code.clip}).",
         numbers={
             **({"first_norm": norm.base, "last_norm": norm.peak} if norm else {}),
             **({"first_loss": loss.base, "last_loss": loss.peak} if loss else {}),
@@ -182,11 +182,11 @@ def broken_update(record: Record, end: Failure, source: Origin | None) -> Findin
         )
         sentence += f" The first is {module_name(source.row.name)}." if source and source.row else ""
         rest = (
-            " If none of that applies, check `all(p.isfinite().all() for p in model.parameters())`; if "
-            "the weights are finite, check the batches from there on, `x.isfinite().all()`. Then find the "
-            "first module whose output is not finite (a preamp.torch.Lens names it): an operation in it "
-            "makes NaN, or overflows, and may have to run in float32. If all outputs are finite, the loss "
-            "function takes the logarithm of 0."
+            f" If none of that applies, check `{record.code.weights_finite}`; if the weights are finite, "
+            f"check the batches from there on, {record.code.is_finite('x')}. Then find the first module "
+            f"whose output is not finite ({record.code.find_layer}): an operation in it makes NaN, or "
+            "overflows, and may have to run in float32. If all outputs are finite, the loss function takes "
+            "the logarithm of 0."
         )
     return Extent.of_failure(record, end).finding(
         "broken update",
@@ -205,7 +205,7 @@ def not_skipped(record: Record, end: Failure) -> Finding:
         f"The loss is inf or NaN from step {step:,} on, and no step was skipped: an update used a "
         "gradient that was not finite, and every step after it is lost.",
         "Go back to a checkpoint before that step. Use a scaler that skips such steps: "
-        "GradScaler(policy=Static(1.0)) does so without scaling.",
+        f"{record.code.skips_unscaled} does so without scaling.",
     )
 
 
@@ -233,6 +233,6 @@ def loss_spike(record: Record) -> Finding | None:
         sentence=f"The loss jumped from {number(base)} to {number(losses[place])} near step "
         f"{record.index[low]:,} and took {high - low + 1:,} steps to return below {number(bound)}.",
         advice="Check the data and the learning rate of the steps before it; clip the gradients "
-        "(max_norm=1.0).",
+        f"({record.code.clip}).",
         numbers={"base": base, "peak": losses[place], "steps": high - low + 1},
     )
