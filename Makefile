@@ -11,7 +11,7 @@ PYTHON ?= $(shell for v in $(SUPPORTED); do python$$v -c '$(CAN_BUILD)' 2>/dev/n
 BIN := .venv/bin
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
-OF_KERAS := tests/keras src/preamp/keras docs/keras.md docs/recipes/keras_fit.md
+OF_KERAS := tests/keras src/preamp/keras docs/keras.md docs/recipes/keras_fit.md docs/recipes/batchnorm.md
 # Beside JAX, what ARGS="--framework NAME" asks for.
 FRAMEWORK := $(filter torch keras tensorflow,$(subst =, ,$(ARGS)))
 
