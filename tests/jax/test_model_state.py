@@ -309,6 +309,71 @@ def test_what_agrees_with_an_argument_in_part_is_named(aux: Any, argument: Any, 
     assert identical(after, aux)
 
 
+def closed_over(aux_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a step in the manner of Flax's examples, whose loss finds the old statistics outside."""
+
+    def train(w: Any, stats: Any, state: Any, x: Any, **settings: Any) -> Any:
+        def loss(w: Any) -> Any:
+            new = jax.tree.map(lambda leaf: leaf * 0.9 + jnp.mean(x * w, 0), stats)
+            return jnp.mean(x * w), aux_of(new)
+
+        return step(loss, OPTIMIZER, has_aux=True, **settings)(w, state)
+
+    return train
+
+
+OLD4 = {"mean": jnp.zeros(4), "var": jnp.ones(4)}
+VARIABLE = nnx.BatchStat(jnp.zeros(4))
+LOST: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "Flax's collection": (
+        {"n": {"average": jnp.zeros(4)}},
+        lambda new: {"batch_stats": new, "accuracy": 1.0},
+    ),
+    "a layer of Flax": ({"BatchNorm_0": OLD4}, lambda new: new),
+    "a layer of Haiku": (
+        {"mean_ema": {"hidden": jnp.zeros(4), "average": jnp.zeros(4), "counter": jnp.zeros((), int)}},
+        lambda new: (new, "logits"),
+    ),
+    "variables of NNX": ({"average": VARIABLE}, lambda new: new),
+    "a state of Equinox": (
+        equinox.nn.make_with_state(equinox.nn.BatchNorm)(4, "b", mode="ema")[1],
+        lambda new: [new],
+    ),
+}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("where", LOST)
+def test_statistics_that_the_loss_finds_outside_are_refused(where: str, compiled: bool) -> None:
+    stats, aux_of = LOST[where]
+    train, w = closed_over(aux_of), jnp.ones(4)
+    run = jax.jit(train, static_argnames="keep_state") if compiled else train
+    with pytest.raises(
+        UsageError, match=r"(?s)running statistics.*Write step\(...\)\(params, opt_state, batch"
+    ):
+        run(w, stats, OPTIMIZER.init(w), OVERFLOWS)
+
+
+@pytest.mark.parametrize(
+    "aux",
+    [{"mean": 1.0, "var": 2.0}, {"mean": CLEAN[0], "var": CLEAN[0, :2]}, {"mean": CLEAN}, {"batch_stats": 3}],
+    ids=["scalars", "other shapes", "no variance", "integers"],
+)
+def test_what_only_resembles_statistics_is_returned(aux: Any) -> None:
+    w = jnp.ones(2)
+    (_, after), _, _ = step(lambda w: (jnp.sum(w), aux), OPTIMIZER, has_aux=True)(w, OPTIMIZER.init(w))
+    assert identical(jax.tree.map(jnp.asarray, after), jax.tree.map(jnp.asarray, aux))
+
+
+def test_statistics_that_are_kept_by_hand_are_left_alone() -> None:
+    stats, aux_of = LOST["Flax's collection"]
+    w = jnp.ones(4)
+    train = jax.jit(closed_over(aux_of), static_argnames="keep_state")
+    (_, aux), _, state = train(w, stats, OPTIMIZER.init(w), OVERFLOWS, keep_state=False)
+    assert not state.taken
+    assert not jnp.isfinite(aux["batch_stats"]["n"]["average"]).all()
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_an_argument_that_is_returned_as_it_was_needs_no_decision(compiled: bool) -> None:
     """Labels beside logits are what metrics are computed from."""

@@ -2,7 +2,8 @@
 
 Path and shape decide what is new state. A node of aux that has all entries of an argument, or of a part of
 one, is its new state; other entries of the node are passed on. Where only some entries agree, state cannot be
-distinguished from a metric of the same name, and an error asks the user.
+distinguished from a metric of the same name, and an error asks the user. Running statistics that no argument
+has, as when the loss function finds the old ones in its closure, could not be restored, and are an error too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,13 @@ NOT_STATE = (
     "If it is not state, give it another name, or write step(..., keep_state=False), which returns aux as it "
     "was computed."
 )
+
+
+# What the statistics of a batch norm look like in aux, without an old value to compare them with: the name of
+# Flax's collection; types of Flax NNX and Equinox; the names in one layer of Flax and of Haiku.
+COLLECTION = "batch_stats"
+TYPES = {("flax", "BatchStat"), ("equinox", "State")}
+LAYERS: tuple[set[Path], ...] = ({("mean",), ("var",)}, {("average",), ("counter",), ("hidden",)})
 
 
 class Leaf(NamedTuple):
@@ -53,6 +61,7 @@ class Forest:
     leaves: list[Leaf] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     roots: list[object] = field(default_factory=list)
+    statistics: set[int] = field(default_factory=set)  # numbers of leaves
 
     def add(self, tree: object, path: Path, name: str) -> None:
         self.roots.append(tree)
@@ -71,9 +80,18 @@ class Forest:
             below = () if boxed else tuple(_key(key, node, len(children)) for key in keys)
             inner = self._visit(child, path + below, name + jax.tree_util.keystr(keys), whole=False)
             entries |= {below + rest: number for rest, number in inner.items()}
+        if (type(node).__module__.partition(".")[0], type(node).__name__) in TYPES or self._is_layer(entries):
+            self.statistics.update(entries.values())
         if entries and type(node) not in (tuple, list):
             self.nodes.append(Node(path, name, whole, entries))
         return entries
+
+    def _is_layer(self, entries: dict[Path, int]) -> bool:
+        """Return whether entries have the names of a batch norm's statistics, and the shapes of vectors."""
+        if entries.keys() not in LAYERS:
+            return False
+        shapes = {jnp.shape(self.leaves[n].value) for path, n in entries.items() if path != ("counter",)}
+        return len(shapes) == 1 and () not in shapes
 
 
 def keep_on_skip(
@@ -95,7 +113,7 @@ def keep_on_skip(
 
     Raises:
         UsageError: for state that could belong to several arguments; for a node that has only some entries of
-            an argument; for no state where it is required.
+            an argument; for running statistics that no argument has; for no state where it is required.
     """
     given, returned = Forest(), Forest()
     for number, argument in enumerate(args):
@@ -106,6 +124,14 @@ def keep_on_skip(
     kept = _matched(returned, given)
     for number, other in _agreeing(returned, given, kept, required):
         kept[number] = other
+    if (lost := _lost_statistics(returned, given, kept)) is not None:
+        raise UsageError(
+            f"{lost.name} looks like the running statistics of a batch norm, and no argument of the step has "
+            "its names and shape: a skipped step could not return the old ones, and inf or NaN would stay in "
+            "them for good. Give the loss function the old statistics as an argument, instead of a variable "
+            "from outside. Write step(...)(params, opt_state, batch_stats, ...) and def loss_fn(params, "
+            f"batch_stats, ...). {NOT_STATE}"
+        )
     if required and not kept:
         raise UsageError(
             "keep_state=True, but nothing in aux has the names and shapes of an argument. Write "
@@ -206,6 +232,18 @@ def _agreeing(returned: Forest, given: Forest, kept: dict[int, int], required: b
             )
         found += same
     return found
+
+
+def _lost_statistics(returned: Forest, given: Forest, kept: Mapping[int, int]) -> Leaf | None:
+    """Return the first running statistic in aux that is neither kept nor an argument as it was."""
+    same = {id(leaf.value) for leaf in given.leaves}
+    for number, leaf in enumerate(returned.leaves):
+        if number in kept or id(leaf.value) in same or not _is_array(leaf.value):
+            continue
+        is_inexact = _what(returned, number)[1] in ("floating", "complexfloating")
+        if is_inexact and (number in returned.statistics or COLLECTION in leaf.path):
+            return leaf
+    return None
 
 
 def _key(key: object, node: object, count: int) -> object:

@@ -93,7 +93,8 @@ def step(
 
     Raises:
         UsageError: as `value_and_grad` and `apply_gradients` do; for parameters without a gradient; for state
-            in aux that could belong to several arguments, or that has only some entries of one; and for
+            in aux that could belong to several arguments, or that has only some entries of one; for running
+            statistics of a batch norm in aux that are not those of an argument; and for
             `keep_state=True` without any state.
 
     Warns:
