@@ -263,3 +263,53 @@ def test_float8_rounds_operands_and_results_forward_and_backward(dtype):
     given = map(np.asarray, back(jnp.asarray(seed)))
     for gradient, product in zip(given, (low_seed @ low_w.T, low_x.T @ low_seed), strict=True):
         assert_same_numbers(gradient, cast(product, dtype))
+
+
+MASK = np.tril(np.ones((6, 6), bool))
+
+
+def masked_by_where(scores):
+    return jax.nn.softmax(jnp.where(MASK, scores, -jnp.inf))
+
+
+def masked_by_sum(scores):
+    return jax.nn.softmax(scores + jnp.where(MASK, 0.0, -jnp.inf))
+
+
+def masked_by_full(scores):
+    return jax.nn.softmax(jax.lax.select(jnp.asarray(MASK), scores, jnp.full_like(scores, -jnp.inf)))
+
+
+def masked_in_softmax(scores):
+    return jax.nn.softmax(scores, where=MASK)
+
+
+def masked_in_max(scores):
+    return jnp.max(scores, -1, where=MASK, initial=-jnp.inf)
+
+
+def not_masked(scores):
+    return jax.nn.softmax(scores)  # which takes the largest score and -inf
+
+
+MASKED = [masked_by_where, masked_by_sum, masked_by_full, masked_in_softmax, masked_in_max, not_masked]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("program", MASKED, ids=lambda program: program.__name__)
+def test_an_infinite_constant_stays_infinite(program, dtype):
+    """In float8_e4m3fn, which has none, a cast would make it NaN: it keeps its operator in float32."""
+    draw = np.random.default_rng(0)
+    queries, keys = (draw.normal(size=(6, 8)).astype(np.float32) for _ in range(2))
+    weights = draw.normal(size=(6, 6)).astype(np.float32)
+
+    def loss(queries):
+        found = program(queries @ keys.T)
+        return jnp.sum(found * weights[: found.shape[0], 0]) if found.ndim == 1 else jnp.sum(found * weights)
+
+    scores = cast(cast(queries, dtype) @ cast(keys, dtype).T, dtype)
+    rehearsed = jax.jit(autocast(lambda x: program(x @ keys.T), dtype, emulate=True))(queries)
+    np.testing.assert_allclose(rehearsed, program(jnp.asarray(scores)), rtol=1e-5)
+    gradient = jax.jit(jax.grad(autocast(loss, dtype, emulate=True)))(queries)
+    assert np.isfinite(gradient).all()
+    assert np.abs(gradient).any()

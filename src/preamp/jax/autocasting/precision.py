@@ -28,10 +28,15 @@ class Precision(NamedTuple):
         return self.rounded or self.dtype
 
     def holds(self, number: float) -> bool:
-        """Return whether a number is neither too large for this precision nor too small."""
+        """Return whether a number is neither too large for this precision nor too small.
+
+        float8_e4m3fn has no infinity: there inf and -inf would become NaN.
+        """
         with np.errstate(all="ignore"):
             stored = float(np.float32(number).astype(self.name))
-        return not np.isfinite(number) or number == 0 or (bool(np.isfinite(stored)) and stored != 0)
+        if not np.isfinite(number):
+            return bool(np.isnan(number)) or stored == number
+        return number == 0 or (bool(np.isfinite(stored)) and stored != 0)
 
 
 class Value(NamedTuple):
