@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 from preamp.checks import shown
 from preamp.errors import PolicyError
@@ -39,11 +39,13 @@ __all__ = [
     "spike_of",
     "start",
     "to_step",
+    "with_rules",
 ]
 
 Framework: TypeAlias = Literal["torch", "jax", "keras", "tensorflow"]
 S = TypeVar("S", bound=Any)  # the policy's own state, a NamedTuple of T
 T = TypeVar("T")  # a scalar: a Python number, or one of a framework
+R = TypeVar("R", bound="Step | None")
 
 
 class Spike(NamedTuple):
@@ -109,33 +111,49 @@ class Step(NamedTuple):
         """The framework whose adapter made this step; None for one that was made by hand or read back."""
         return None
 
+    @property
+    def policy(self) -> Policy[Any] | None:
+        """The policy of the scaler that made this step; None where the adapter does not know it."""
+        return None
 
-class _FrameworkStep(Step):
-    """A step that knows its framework, which is the same for a whole run and so is no field."""
+    @property
+    def guard(self) -> Guard[Any] | None:
+        """The guard of the scaler that made this step; None without one."""
+        return None
 
-    __slots__ = ()
+
+class _AdapterStep(Step):
+    """A step that knows its framework and rules, which are the same for a whole run and so are no fields.
+
+    `policy` and `guard` are not pickled, because a class of the user's may not allow it.
+    """
+
+    policy: Policy[Any] | None = None
+    guard: Guard[Any] | None = None
 
     def __repr__(self) -> str:
         return repr(Step._make(self))
 
+    def __getstate__(self) -> None:
+        return None
 
-class _TorchStep(_FrameworkStep):
-    __slots__ = ()
+    def _replace(self, **fields: Any) -> Self:
+        return with_rules(super()._replace(**fields), self.policy, self.guard)
+
+
+class _TorchStep(_AdapterStep):
     framework = "torch"
 
 
-class _JaxStep(_FrameworkStep):
-    __slots__ = ()
+class _JaxStep(_AdapterStep):
     framework = "jax"
 
 
-class _KerasStep(_FrameworkStep):
-    __slots__ = ()
+class _KerasStep(_AdapterStep):
     framework = "keras"
 
 
-class _TensorFlowStep(_FrameworkStep):
-    __slots__ = ()
+class _TensorFlowStep(_AdapterStep):
     framework = "tensorflow"
 
 
@@ -147,6 +165,19 @@ STEPS: Final[Mapping[Framework | None, type[Step]]] = {
     "tensorflow": _TensorFlowStep,
 }
 """The type of a step by the framework of the adapter that makes it. All are equal to plain steps."""
+
+
+def with_rules(step: R, policy: Policy[Any] | None, guard: Guard[Any] | None) -> R:
+    """Return a step of an adapter after noting the policy and the guard in it.
+
+    Args:
+        step: from `to_step` with a framework; None is returned as it is.
+        policy: the scaler's, if it is known.
+        guard: the scaler's, if it has one.
+    """
+    if isinstance(step, _AdapterStep):
+        step.policy, step.guard = policy, guard
+    return step
 
 
 class Measured(NamedTuple, Generic[T]):

@@ -6,6 +6,7 @@ import gc
 import math
 import resource
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 
 from preamp import Dynamic, Reading, ScaleExhausted, Static, Step, Trace, TraceError, UsageError
+from preamp.doctor import diagnose
+from preamp.guards import SpikeGuard
 from preamp.keras import LossScaleOptimizer, TraceCallback
 from tests.seeing import Remembering
 
@@ -93,6 +96,37 @@ def test_a_file_that_is_there_is_refused_appended_to_or_replaced(tmp_path: Path)
     assert [step.index for step in Trace.read(path)] == list(range(2 * STEPS))
     fit(model, 1, callbacks=[TraceCallback(path, mode="replace")])
     assert [step.index for step in Trace.read(path)] == list(range(2 * STEPS, 3 * STEPS))
+
+
+@pytest.mark.any_backend
+def test_a_trace_has_the_rules_of_the_optimizer(tmp_path: Path) -> None:
+    path, guard = tmp_path / "run.jsonl", SpikeGuard(patience=5)
+    optimizer = LossScaleOptimizer(adam(), policy=POLICY, guard=guard)
+    model, callback = model_of(optimizer), TraceCallback(path)
+    fit(model, 1, callbacks=[callback])
+    with Trace(tmp_path / "loop.jsonl") as looped:
+        looped(optimizer.last_step._replace(loss=0.5))
+    for trace in (callback.trace, Trace.read(path), looped, Trace.read(tmp_path / "loop.jsonl")):
+        assert (trace.policy, trace.guard, trace.about) == (repr(POLICY), repr(guard), {})
+    optimizer.dynamic_growth_steps = 7
+    model.make_train_function(force=True)
+    fit(model, 1, callbacks=[callback])
+    assert Trace.read(path).policy == repr(replace(POLICY, growth_interval=7))
+    lines = path.read_text().splitlines()
+    assert [sum(f'{{"{name}"' in line for line in lines) for name in ("policy", "guard")] == [2, 1]
+
+
+@pytest.mark.any_backend
+def test_the_doctor_keeps_the_settings_of_a_trace_from_fit() -> None:
+    policy = Dynamic(init_scale=2.0**120, max_scale=2.0**126, growth_interval=77)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(1e-12), policy=policy), loss="mse")
+    callback, x = TraceCallback(), np.full((120, 2), 1e4)
+    model.fit(x, np.ones((120, 1)), batch_size=1, verbose=0, callbacks=[callback])
+    found = diagnose(callback.trace)
+    assert found.findings[0].kind == "wrong start"
+    assert found.better() == replace(policy, init_scale=found.settings["init_scale"])
+    assert "max_scale=2.0**126, growth_interval=77" in found.remedy()
 
 
 @pytest.mark.any_backend

@@ -1,4 +1,4 @@
-"""A trace knows the framework of its run, from the adapter that made the steps."""
+"""A trace knows the framework and the rules of its run, from the adapter that made the steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import keras
@@ -19,8 +20,10 @@ import preamp.jax
 import preamp.keras
 import preamp.tensorflow
 import preamp.torch
-from preamp import Step, Trace, TraceError
-from preamp.scaling import STEPS
+from preamp import Dynamic, Policy, Static, Step, Trace, TraceError
+from preamp.doctor import diagnose
+from preamp.guards import Guard, SpikeGuard
+from preamp.scaling import STEPS, with_rules
 
 
 class _Adapters:
@@ -91,5 +94,72 @@ def test_a_step_of_an_adapter_is_a_step() -> None:
 def test_a_framework_that_is_no_name_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text('{"preamp_trace": 1}\n{"framework": 3}\n')
+    with pytest.raises(TraceError, match="line 2"):
+        Trace.read(path)
+
+
+class _Unpicklable(Dynamic):
+    def __reduce__(self) -> str:
+        raise TypeError("this policy cannot be pickled")
+
+
+def ruled(index: int, policy: Policy[Any] | None, guard: Guard[Any] | None = None) -> Step:
+    return with_rules(STEPS["keras"](index, 2.0, True, False), policy, guard)
+
+
+def test_a_step_with_rules_is_a_step() -> None:
+    plain, policy = Step(3, 2.0, True, False), _Unpicklable(growth_interval=7)
+    own = ruled(3, policy, SpikeGuard())
+    assert own == plain
+    assert hash(own) == hash(plain)
+    assert repr(own) == repr(plain)
+    assert len(own) == len(plain)
+    assert pickle.loads(pickle.dumps(own)) == copy.deepcopy(own) == plain
+    changed = own._replace(loss=0.5)
+    assert (changed, changed.policy, changed.guard) == (plain._replace(loss=0.5), policy, SpikeGuard())
+    assert with_rules(None, policy, None) is None
+    assert (plain.policy, plain.guard) == (with_rules(plain, policy, None).policy, None) == (None, None)
+
+
+def test_a_trace_writes_rules_where_they_change(tmp_path: Path) -> None:
+    path, twin = tmp_path / "run.jsonl", tmp_path / "twin.jsonl"
+    first, second = Dynamic(growth_interval=7), Static(2.0)
+    with Trace(path) as trace:
+        for index, policy in enumerate([first, first, None, Dynamic(growth_interval=7), second, second]):
+            trace(ruled(index, policy))
+        trace(Step(6, 2.0, True, False))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [place for place, line in enumerate(lines) if "policy" in line] == [2, 7]
+    assert (trace.policy, trace.guard) == (repr(second), None)
+    read = Trace.read(path)
+    assert (read.policy, read.about, read) == (repr(second), {}, trace)
+    read.write(twin)
+    assert (Trace.read(twin).policy, Trace.read([path, twin]).policy) == (repr(second), repr(second))
+    with Trace(path, mode="append") as continued:
+        continued(ruled(7, second))
+        continued(ruled(8, first, SpikeGuard()))
+    assert path.read_text().count('{"policy"') == 3
+    assert (Trace.read(path).policy, Trace.read(path).guard) == (repr(first), repr(SpikeGuard()))
+
+
+def test_a_trace_of_rules_that_cannot_be_pickled_can_be() -> None:
+    policy = _Unpicklable(growth_interval=7)
+    trace = Trace([ruled(0, policy)])
+    copied = pickle.loads(pickle.dumps(trace))
+    assert (copied, copied.policy) == (trace, repr(policy))
+
+
+def test_the_doctor_trusts_the_adapter_and_else_the_description() -> None:
+    steps = [ruled(0, Dynamic(growth_interval=7), SpikeGuard())]
+    described = diagnose(Trace(steps, policy="Static(8.0)", guard="guards.OLMO")).record
+    assert (described.policy, described.guard) == (Dynamic(growth_interval=7), repr(SpikeGuard()))
+    unknown = diagnose(Trace([ruled(0, _Unpicklable())], policy="Static(8.0)")).record
+    assert (unknown.policy, unknown.guard) == (Static(8.0), None)
+
+
+@pytest.mark.parametrize("name", ["policy", "guard"])
+def test_a_rule_that_is_no_text_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(f'{{"preamp_trace": 1}}\n{{"{name}": 3}}\n')
     with pytest.raises(TraceError, match="line 2"):
         Trace.read(path)

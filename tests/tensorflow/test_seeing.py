@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from preamp import Headroom
+from preamp import Dynamic, Headroom, Trace
+from preamp.doctor import diagnose
+from preamp.guards import SpikeGuard
 from preamp.tensorflow import LossScaleOptimizer
 from tests.seeing import Remembering, scales_after, seen_in
 
@@ -73,6 +77,23 @@ def test_a_policy_sees_gradients_as_they_were_before_they_were_unscaled(kind: st
         take(tf.constant(values))
         assert remembered(optimizer) == [scale, *map(pytest.approx, expected)]
         assert optimizer.last_step.peak == (pytest.approx(expected[0]) if clean else None)
+
+
+@each_kind
+@pytest.mark.parametrize("guard", [None, SpikeGuard(patience=5)])
+def test_a_trace_has_the_rules_of_the_optimizer(kind: str, guard: Any, tmp_path: Path) -> None:
+    policy = Dynamic(init_scale=2.0**120, max_scale=2.0**126, growth_interval=77)
+    optimizer, variable = LossScaleOptimizer(inner(kind), policy=policy, guard=guard), tf.Variable([1.0, 2.0])
+    take = stepping(optimizer, variable)
+    with Trace(tmp_path / "run.jsonl") as trace:
+        for _ in range(60):
+            take(tf.constant([1e6, 2e6]))
+            trace(optimizer.last_step._replace(loss=0.5))
+    for one in (trace, Trace.read(tmp_path / "run.jsonl")):
+        assert (one.policy, one.guard, one.about) == (repr(policy), guard and repr(guard), {})
+        found = diagnose(one)
+        assert found.findings[0].kind == "wrong start"
+        assert found.better() == replace(policy, init_scale=found.settings["init_scale"])
 
 
 @each_kind

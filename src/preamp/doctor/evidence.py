@@ -114,6 +114,8 @@ class Record:
         scales: the scale of every step and, last, the next one.
         skipped: for every step, 1 if it was skipped because it overflowed. A spike that a guard skipped does
             not count: its gradients were finite at that scale.
+        policy: the policy, as the adapter or else the user recorded it; None if it is unknown.
+        guard: the `repr` of the guard, likewise.
         snapshots: of single steps; parts that were recorded of the same step are merged.
         code: what advice consists of, in the framework of the run.
     """
@@ -121,7 +123,10 @@ class Record:
     def __init__(self, trace: Trace) -> None:
         self.trace: Trace = trace
         self.code: Code = CODE[framework_of(trace)]
-        self.policy: Policy[Any] | None = recorded_policy(trace.about.get("policy"))
+        self.policy: Policy[Any] | None = recorded_policy(trace.policy)
+        if self.policy is None:
+            self.policy = recorded_policy(trace.about.get("policy"))
+        self.guard: object = trace.guard or trace.about.get("guard")
         self.snapshots: list[Snapshot] = [
             snapshot for snapshot in merge_snapshots(trace.snapshots) if 0.0 < snapshot.scale < math.inf
         ]

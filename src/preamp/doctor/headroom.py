@@ -29,7 +29,11 @@ def not_scaled(record: Record) -> Finding | None:
     if record.policy is not None or any(scale != 1.0 for scale in record.scales) or any(record.skipped):
         return None
     is_stated = about.get("policy", "") is None and about.get("precision") == record.band.name
-    may_be = "policy" not in about and about.get("precision", record.band.name) == record.band.name
+    may_be = (
+        "policy" not in about
+        and record.trace.policy is None
+        and about.get("precision", record.band.name) == record.band.name
+    )
     if not (is_stated or (may_be and record.snapshots)) or needs_no_scale(record.band):
         return None
     zeros, settings = median(record.zeros.finite() or [0.0]), _higher_start(record)

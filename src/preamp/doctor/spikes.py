@@ -109,7 +109,7 @@ def _advice_on_a_run(record: Record, places: range) -> str:
     otherwise = "look at the data and the learning rate" if is_first else DAMAGED
     if isinstance(guard, SpikeGuard):
         return f"If the {value} stays high because the data changed, lower `patience`. If not, {otherwise}."
-    if guard is None and "guard" not in record.trace.about and not _is_fixed(record, run[0].of):
+    if guard is None and record.guard is None and not _is_fixed(record, run[0].of):
         return (
             f"If the {value} stays high because the data changed, let the guard accept that sooner (for "
             f"SpikeGuard: lower `patience`). If not, {otherwise}."
@@ -133,7 +133,7 @@ def _raise(record: Record, skipped: Sequence[Spike], steps: int) -> str:
         argument = _with_higher_limit(guard, of, own[0].limit, higher)
         return f"raise the limit of the guard{argument and f': {argument}'}"
     is_fixed = higher is not None and _is_fixed(record, of)
-    if "guard" in record.trace.about:  # one that a user wrote
+    if record.guard is not None:  # one that a user wrote
         return f"raise the limit of the guard{f' from {own[0].limit:g} to {higher:g}' if is_fixed else ''}"
     fixed = f"for one with a fixed limit: from {own[0].limit:g} to {higher:g}; " if is_fixed else ""
     return f"raise the limit of the guard ({fixed}for SpikeGuard: sigmas={_wider(SpikeGuard.sigmas)})"
@@ -190,7 +190,7 @@ def _wider(limit: float) -> float:
 def _recorded_guard(record: Record) -> Guard[Any] | None:
     """Return the guard whose `repr` the trace holds; None for an unknown one."""
     try:
-        node = ast.parse(str(record.trace.about.get("guard")).removeprefix("guards."), mode="eval").body
+        node = ast.parse(str(record.guard).removeprefix("guards."), mode="eval").body
         if isinstance(node, ast.Name):
             return DIALECTS.get(node.id)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RULES:

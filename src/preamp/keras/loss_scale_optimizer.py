@@ -38,7 +38,7 @@ from preamp.keras.inner import (
 from preamp.keras.scaler import Backend, NotedLosses, ScaledStep, ScalerVariables, saved_state
 from preamp.policy import Dynamic, Policy, Static
 from preamp.policy.registry import from_json, to_json
-from preamp.scaling import ScalerState, Step, given_guard, raise_if_exhausted, to_step
+from preamp.scaling import ScalerState, Step, given_guard, raise_if_exhausted, to_step, with_rules
 from preamp.systems.arguments import INITIAL_SCALE, INTERVAL, UNUSED, as_whole
 from preamp.systems.variables import checkpoint_key, warn_if_other_guard
 
@@ -255,12 +255,13 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """
         if self._loss_of_step is None:
             state = self._scaler.state_of(self._numbers())
-            return to_step(state, loss=_loss_of_guard(state), framework="keras")
-        *numbers, loss, at = self._numbers(*self._loss_of_step)
-        state = self._scaler.state_of(numbers)
-        # A compiled step leaves the loss of an older one there.
-        own = loss if state.steps == at else _loss_of_guard(state)
-        return to_step(state, loss=own, framework="keras")
+            own = _loss_of_guard(state)
+        else:
+            *numbers, loss, at = self._numbers(*self._loss_of_step)
+            state = self._scaler.state_of(numbers)
+            # A compiled step leaves the loss of an older one there.
+            own = loss if state.steps == at else _loss_of_guard(state)
+        return with_rules(to_step(state, loss=own, framework="keras"), self.policy, self.guard)
 
     def check_exhausted(self) -> None:
         """Raise if the policy gave up in a compiled step, which cannot raise, until a state is loaded.

@@ -21,7 +21,7 @@ from preamp.errors import PolicyError, ScaleExhausted, UsageError
 from preamp.keras.inner import BaseLossScaleOptimizer
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, arrays
 from preamp.record.trace import Trace
-from preamp.scaling import Step, raise_if_exhausted, to_step
+from preamp.scaling import Step, raise_if_exhausted, to_step, with_rules
 
 EPSILON = 2.0**-23  # of float32, which the sums are kept in
 TOLERANCE = 0.01  # how much of a loss may be the rounding of the sum
@@ -130,7 +130,7 @@ class TraceCallback(keras.callbacks.Callback):
         numbers = arrays.read([*scalars, *values])
         of_losses, numbers = numbers[: len(scalars)], numbers[len(scalars) :]
         state = optimizer._scaler.state_of(numbers)
-        step = to_step(state, framework="keras")
+        step = with_rules(to_step(state, framework="keras"), optimizer.policy, optimizer.guard)
         if step is None:
             return
         loss = self._losses.loss(of_losses, numbers[-2], (logs or {}).get("loss"))

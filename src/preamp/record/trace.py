@@ -39,6 +39,7 @@ from preamp.scaling import Step
 
 __all__ = ["Summary", "Trace"]
 
+OF_RUN: Final = ("framework", "policy", "guard")  # what steps of adapters know of their run
 MERGED: Final = "merged"  # the key of `about` for the files that a trace was merged from
 
 
@@ -101,6 +102,8 @@ class Trace:
         resumed: the index of every step that did not follow the one before it: there the run was resumed
             from an older checkpoint, and the repeated steps have replaced those that were lost.
         framework: "torch", "jax", "keras" or "tensorflow": whose adapter made the steps; None if unknown.
+        policy: the `repr` of the policy that the latest steps were made with; None if they do not know it.
+        guard: the same for their guard.
 
     Raises:
         TraceError: if the file exists and mode is "new", if another trace writes it, if it is not a trace,
@@ -145,6 +148,9 @@ class Trace:
         self.stopped: str | None = None
         self.resumed: list[int] = []
         self.framework: str | None = None
+        self.policy: str | None = None
+        self.guard: str | None = None
+        self._rules: tuple[Any, Any] = (None, None)  # those of the last step
         self._snapshots_before = 0  # the number of snapshots that came before the last step
         self._closed: str | None = None  # why no step can be recorded any more
         self._file: TraceFile | None = None
@@ -173,9 +179,21 @@ class Trace:
         if step.framework not in (None, self.framework):
             self._write(line_of, {"framework": step.framework})
             self.framework = step.framework
+        policy, guard = self._rules
+        if step.policy is not policy or step.guard is not guard:
+            self._note_rules(step)
         self._write(step_line, row)
         self._record(row)
         self.stopped = None  # the run continues
+
+    def _note_rules(self, step: Step) -> None:
+        """Keep the rules of a step, in words, where they are known and differ from those before."""
+        for name, rule in (("policy", step.policy), ("guard", step.guard)):
+            words = None if rule is None else repr(rule)
+            if words not in (None, getattr(self, name)):
+                self._write(line_of, {name: words})
+                setattr(self, name, words)
+        self._rules = (step.policy, step.guard)
 
     def _warn_of_lost_steps(self, index: int) -> None:
         """Warn where a step repeats an earlier one and the run was most likely not resumed."""
@@ -288,7 +306,7 @@ class Trace:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trace):
             return NotImplemented
-        # Not by the framework, which steps that were read back do not have.
+        # Not by the framework and the rules, which steps that were read back do not have.
         return len(self) == len(other) and all(a == b for a, b in zip_longest(self._run(), other._run()))
 
     __hash__: ClassVar[None] = None  # type: ignore[assignment]  # a trace changes while it is recorded
@@ -303,13 +321,14 @@ class Trace:
         A copy can be read and written elsewhere. It raises if it is called, because the steps it would record
         are not in the file.
         """
+        kept = {**self.__dict__, "_rules": (None, None)}
         if self._file is None:
-            return self.__dict__.copy()
+            return kept
         closed = (
             f"this is a copy of the trace that writes {self._file.path}, and a file has one writer. "
             "Give the copy that continues training its own trace: on_step=Trace('other.jsonl')."
         )
-        return {**self.__dict__, "_file": None, "_closed": closed}
+        return {**kept, "_file": None, "_closed": closed}
 
     def __enter__(self) -> Trace:
         return self
@@ -429,7 +448,8 @@ class Trace:
             trace.about = trace.about or one.about
             trace.stopped = trace.stopped or one.stopped
             trace.resumed = trace.resumed or one.resumed
-            trace.framework = trace.framework or one.framework
+            for name in OF_RUN:
+                setattr(trace, name, getattr(trace, name) or getattr(one, name))
             trace.snapshots = sorted(trace.snapshots + one.snapshots, key=itemgetter(0))
             done += size
         trace._columns = merger.columns
@@ -461,8 +481,8 @@ class Trace:
         ((name, value),) = entry.items()
         if name == "stopped" and isinstance(value, str):
             self.stopped = value
-        elif name == "framework" and isinstance(value, str):
-            self.framework = value
+        elif name in OF_RUN and isinstance(value, str):
+            setattr(self, name, value)
         elif name == "snapshot":
             self.snapshots.append(_as_snapshot(path, number, value))
         elif name == "resumed" and type(value) is int:
@@ -497,12 +517,12 @@ class Trace:
     def _lines(self) -> Iterator[str]:
         """Yield the lines of a file of this trace."""
         yield head_line(self.about)
-        if self.framework is not None:
-            yield line_of({"framework": self.framework})
+        known = {name: getattr(self, name) for name in OF_RUN}
+        yield from (line_of({name: value}) for name, value in known.items() if value is not None)
         yield from islice(self._run(), 1, None)
 
     def _run(self) -> Iterator[str]:
-        """Yield these lines, but not that of the framework."""
+        """Yield these lines, but not those of the framework and the rules."""
         yield head_line(self.about)
         yield from (line_of({"resumed": index}) for index in self.resumed)
         snapshots = deque(self.snapshots)

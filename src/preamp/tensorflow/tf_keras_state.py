@@ -37,6 +37,7 @@ from preamp.scaling import (
     raise_if_exhausted,
     start,
     to_step,
+    with_rules,
 )
 from preamp.systems.arguments import check_counts
 from preamp.systems.variables import (
@@ -260,9 +261,11 @@ class LossScaleState(theirs._DynamicLossScaleState):
             return None
         loss = self.losses.read(int(state.steps))
         if state.finite or self._buffers is None:
-            return to_step(state, loss=loss, framework="tensorflow")
-        buffers, restored = self._buffers.ruined(), self._buffers.restored()
-        return to_step(state, loss=loss, buffers=buffers, restored=restored, framework="tensorflow")
+            step = to_step(state, loss=loss, framework="tensorflow")
+        else:
+            buffers, restored = self._buffers.ruined(), self._buffers.restored()
+            step = to_step(state, loss=loss, buffers=buffers, restored=restored, framework="tensorflow")
+        return with_rules(step, self.policy, self.guard)
 
     def skipped(self) -> int:
         """Return how many steps have been skipped, copied to the host."""
