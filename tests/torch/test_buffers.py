@@ -1,12 +1,16 @@
 """An overflow in forward ruins BatchNorm's statistics, though the step is skipped: named, or put back."""
 
 import copy
+import gc
 import json
 import pickle
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 from preamp import Dynamic, PolicyError, ScaleExhausted, Trace, TraceError
 from preamp.deepspeed import initialize
@@ -16,6 +20,7 @@ from preamp.torch.scaling import buffers, grad_scaler
 
 from .pairs import HALF_ENGINE
 
+pytestmark = pytest.mark.filterwarnings("ignore:a skipped step left inf or NaN:UserWarning")
 INF, NAN = float("inf"), float("nan")
 RUINED = ("1.running_mean", "1.running_var")
 
@@ -277,3 +282,184 @@ def test_a_trace_writes_and_reads_them(tmp_path):
         (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
         with pytest.raises(TraceError, match="buffers"):
             Trace.read(tmp_path / "t.jsonl")
+
+
+def loaded_whole(model, saved):
+    model.load_state_dict(saved)
+
+
+def loaded_in_a_wrapper(model, saved):
+    nn.ModuleDict({"net": model}).load_state_dict({f"net.{name}": value for name, value in saved.items()})
+
+
+def loaded_by_assignment(model, saved):
+    model.load_state_dict(copy.deepcopy(saved), assign=True)
+
+
+def loaded_in_part(model, saved):
+    part = {name.removeprefix("1."): value for name, value in saved.items() if name.startswith("1.")}
+    model[1].load_state_dict(part)
+
+
+loading = pytest.mark.parametrize(
+    "load", [loaded_whole, loaded_in_a_wrapper, loaded_by_assignment, loaded_in_part]
+)
+
+
+@restoring
+@loading
+def test_a_model_may_be_loaded_after_its_scaler(way, load):
+    trained, resumed = Run(**way, restore_buffers=True), Run(**way, restore_buffers=True)
+    trained.step()
+    saved = copy.deepcopy((trained.model.state_dict(), trained.scaler.state_dict()))
+    resumed.scaler.load_state_dict(saved[1])
+    load(resumed.model, saved[0])
+    before = resumed.statistics()
+    assert alike(before, trained.statistics())
+    x = torch.full((8, 3), INF)
+    with torch.no_grad():
+        resumed.model(x)  # as the forward pass of a step that overflows
+    scaler = getattr(resumed.scaler, "scaler", resumed.scaler)
+    scaler._buffers.ruined()
+    assert alike(resumed.statistics(), before)
+
+
+@pytest.mark.parametrize("load", [loaded_whole, loaded_in_part])
+def test_a_copy_of_a_scaler_follows_its_own_model(load):
+    run = Run(restore_buffers=True)
+    run.step()
+    saved, kept = copy.deepcopy(run.model.state_dict()), run.statistics()
+    twin = copy.deepcopy(run)
+    twin.step(2)
+    load(twin.model, saved)
+    twin.step(factor=INF)
+    assert alike(twin.statistics(), kept)
+    run.step(2)
+    before = run.statistics()
+    load(copy.deepcopy(run.model), saved)  # a copy of a model has no scaler
+    run.step(factor=INF)
+    assert alike(run.statistics(), before)
+
+
+def test_a_mask_that_is_loaded_is_left_alone_and_hooks_go_with_the_scaler():
+    run = Run(restore_buffers=True)
+    run.model[3].register_buffer("late", torch.zeros(2))
+    run.step()
+    run.model.load_state_dict({**run.model.state_dict(), "3.late": torch.full((2,), -INF)})
+    run.step(factor=INF)
+    assert run.last.buffers == RUINED
+    hooked = [module for module in run.model.modules() if module._load_state_dict_post_hooks]
+    assert hooked == [run.model, run.model[1], run.model[3]]
+    del run.scaler
+    gc.collect()
+    assert not any(module._load_state_dict_post_hooks for module in run.model.modules())
+    assert not any(module._load_state_dict_post_hooks for module in Run().model.modules())
+
+
+def averaged(run, when, use_buffers, number=6):
+    """Train with an average of the weights, some steps of which overflow."""
+    average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=use_buffers)
+    for index in range(number):
+        run.optimizer.zero_grad()
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(index))
+        run.scaler.scale(run.model(x * (INF if index == 2 else 1.0)).square().mean()).backward()
+        run.scaler.step(run.optimizer)
+        if when == "between":
+            average.update_parameters(run.model)
+        run.scaler.update()
+        if when == "after":
+            average.update_parameters(run.model)
+    return average
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("when", ["between", "after"])
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_an_average_of_the_model_stays_finite_wherever_it_is_taken(fused, when, use_buffers):
+    run = Run(restore_buffers=True, fused=fused)
+    average = averaged(run, when, use_buffers)
+    statistics = [average.module[1].running_mean, average.module[1].running_var]
+    assert all(one.isfinite().all() for one in [*statistics, *run.statistics()])
+
+
+def test_two_optimizers_with_one_graph_can_step_before_its_second_backward():
+    run = Run(restore_buffers=True)
+    run.step()
+    before = run.statistics()
+    head, rest = list(run.model[3].parameters()), list(run.model[:2].parameters())
+    first, second = torch.optim.SGD(head, lr=0.1), torch.optim.SGD(rest, lr=0.1)
+    for one in run.model.parameters():
+        one.grad = None
+    out = run.model(torch.full((8, 3), INF))
+    run.scaler.scale(out.sum()).backward(retain_graph=True, inputs=head)
+    run.scaler.step(first)
+    assert alike(run.statistics(), before)
+    run.scaler.scale(out.mean()).backward(inputs=rest)  # autograd has kept the statistics
+    run.scaler.step(second)
+    run.scaler.update()
+    assert run.last.buffers == run.last.restored == RUINED
+    assert alike(run.statistics(), before)
+
+
+def said_of_ruin(run, *factors):
+    """Train; return the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for factor in factors:
+            run.step(factor=factor)
+    return caught
+
+
+makers = pytest.mark.parametrize(
+    ("kind", "made"), [(GradScaler, "GradScaler"), (LossScaleOptimizer, "LossScaleOptimizer")]
+)
+
+
+@makers
+@pytest.mark.parametrize("named", [False, True])
+def test_what_nothing_restores_is_warned_of_once(kind, made, named):
+    run = Run(kind, **({} if named else {"model": None}))
+    (said,) = said_of_ruin(run, 1.0, INF, 1.0, NAN)
+    what = "1.running_mean, 1.running_var" if named else "the running statistics of BatchNorm"
+    assert f"left inf or NaN in {what}, and nothing restores them" in str(said.message)
+    assert f"Write {made}(..., model=model, restore_buffers=True)" in str(said.message)
+    assert said.filename == __file__
+    assert said_of_ruin(Run(kind, restore_buffers=True), 1.0, INF, 1.0, NAN) == []
+
+
+def test_a_first_step_that_ruins_them_is_warned_of_and_a_copy_learns_them_anew():
+    (said,) = said_of_ruin(Run(model=None), INF)
+    assert "BatchNorm" in str(said.message)
+    run = Run(model=None)
+    run.step()
+    twin = pickle.loads(pickle.dumps(run))
+    assert len(said_of_ruin(twin, 1.0, INF)) == 1
+
+
+def test_nothing_is_said_where_nothing_is_ruined():
+    run = Run(model=None)
+    run.model[1].eval()  # frozen
+    assert said_of_ruin(run, 1.0, INF) == []
+    run = Run(model=None)
+    run.step()
+    run.step(backward=INF)
+    assert run.last.skipped
+
+
+def test_a_checkpointed_forward_is_not_run_again_to_find_them():
+    """The graph of a checkpoint keeps its tensors by running the forward pass again."""
+    run = Run(model=None)
+    whole = run.model.forward
+    run.model.forward = lambda x: checkpoint(whole, x, use_reentrant=False)
+    run.step()
+    assert run.model[1].num_batches_tracked == 2  # forward, and once more for backward
+
+
+def test_only_skipped_steps_look_for_them(monkeypatch):
+    run, looks = Run(model=None), []
+    run.step()
+    monkeypatch.setattr(grad_scaler, "some_are_ruined", lambda found: looks.append(len(found)) or False)
+    run.step()
+    assert looks == []
+    run.step(factor=INF)
+    assert looks == [2]

@@ -1,6 +1,7 @@
 """What of a `GradScaler` is saved, loaded, pickled and copied."""
 
 import copy
+import itertools
 import pickle
 from functools import partial
 
@@ -9,6 +10,7 @@ import torch
 
 from preamp import Dynamic, FloorSchedule, Static, Tolerant, Trace
 from preamp.errors import TraceError
+from preamp.guards import SpikeGuard
 from preamp.policy.registry import RULES
 from preamp.torch import GradScaler, LossScaleOptimizer
 
@@ -150,3 +152,60 @@ def test_a_scaler_with_a_recording_trace_can_be_copied(tmp_path):
             twin.step(INF)
     assert twin.scaler.state_dict() == training.scaler.state_dict()
     assert len(Trace.read(tmp_path / "trace.jsonl")) == 2
+
+
+class Parts:
+    """A model with BatchNorm, its optimizer and its scaler, which resume from checkpoints of their own."""
+
+    def __init__(self, kind):
+        torch.manual_seed(0)
+        self.kind, self.model = kind, torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        options = {"guard": SpikeGuard(), "model": self.model, "restore_buffers": True}
+        if kind is LossScaleOptimizer:
+            self.model[0].half()
+            inner = torch.optim.AdamW(self.model.parameters(), eps=1e-4)
+            self.optimizer = LossScaleOptimizer(inner, master_weights=True, use_ema=True, **options)
+            self.parts = {"model": self.model, "optimizer": self.optimizer}
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+            self.scaler = GradScaler("cpu", **options)
+            self.parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+
+    def step(self, number):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(number))
+        x[0] = INF if number % 4 == 3 else x[0]
+        self.optimizer.zero_grad()
+        loss = self.model[1](self.model[0](x.to(self.model[0].weight.dtype)).float()).square().sum() + 0.0
+        loss = loss + self.model[0].weight.float().square().sum()
+        if self.kind is LossScaleOptimizer:
+            self.optimizer.backward(loss)
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer, max_norm=1.0)
+            self.scaler.update()
+
+    def saved(self):
+        return copy.deepcopy({name: part.state_dict() for name, part in self.parts.items()})
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [
+        *[(GradScaler, order) for order in itertools.permutations(["model", "optimizer", "scaler"])],
+        *[(LossScaleOptimizer, order) for order in itertools.permutations(["model", "optimizer"])],
+    ],
+)
+def test_parts_may_be_loaded_in_any_order(kind, order):
+    """Also where the first step after that overflows, and buffers are put back."""
+    whole, resumed = Parts(kind), Parts(kind)
+    for number in range(7):
+        whole.step(number)
+    saved = whole.saved()
+    for name in order:
+        resumed.parts[name].load_state_dict(copy.deepcopy(saved[name]))
+    for number in range(7, 12):
+        whole.step(number)
+        resumed.step(number)
+    for name, part in whole.saved().items():
+        torch.testing.assert_close(resumed.saved()[name], part, rtol=0.0, atol=0.0)

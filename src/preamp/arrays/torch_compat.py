@@ -61,6 +61,20 @@ amp_update_scale_ = torch._amp_update_scale_
 BatchNormBase = torch.nn.modules.batchnorm._NormBase
 
 
+def running_statistics(node: Any) -> list[Tensor]:
+    """Return the running statistics that a batch norm has just written, for its node of autograd's graph.
+
+    A node that keeps its tensors through hooks has none: asking it would run a checkpoint's forward again.
+    `unpack_hook` and `data` of a kept tensor are there in 2.13, and not in 2.6. Without them, nobody is
+    warned of a batch norm that a skipped step has ruined, where the scaler was not given the model.
+    """
+    if not getattr(node, "_saved_training", False):
+        return []
+    kept = [getattr(node, f"_raw_saved_{name}", None) for name in ("running_mean", "running_var")]
+    found = [one.data for one in kept if getattr(one, "unpack_hook", one) is None and hasattr(one, "data")]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
 # Groups tensors by device and dtype, in C++. Since before 2.6. Without it, a loop in Python would do, as it
 # does in compiled code.
 group_tensors = _foreach_utils._group_tensors_by_device_and_dtype

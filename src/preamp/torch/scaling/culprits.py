@@ -94,6 +94,11 @@ def backward_order(root: Any) -> dict[int, int]:
     return order
 
 
+def nodes(root: Any) -> list[Any]:
+    """Return all nodes of a graph."""
+    return list(_uses(root))
+
+
 def _uses(root: Any) -> dict[Any, int]:
     """Return how many nodes feed each node of a graph."""
     uses, reached = {root: 0}, [root]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from preamp.systems.arguments import warn_if_out_of_bounds
 from preamp.torch.nested import map_tensors
 from preamp.torch.scaling import launches
 from preamp.torch.scaling.backward_norms import BackwardNorms
-from preamp.torch.scaling.buffers import Buffers, Ruined
+from preamp.torch.scaling.buffers import Buffers, Ruined, some_are_ruined, statistics_in
 from preamp.torch.scaling.culprits import backward_order, culprits, largest
 from preamp.torch.scaling.gradient_stats import (
     Found,
@@ -328,6 +329,9 @@ class GradScaler(torch.amp.GradScaler):
         self._always_reads = False
         self._warns_of_small_eps = True
         self._how_to_scale = "scaler.scale(loss).backward()"  # what the user of this scaler writes
+        self._how_to_make = f"{type(self).__name__}(...)"
+        self._statistics: list[weakref.ref[Tensor]] = []  # of batch norms, where there is no model to ask
+        self._warns_of_ruined = not (restore_buffers or capturable)
 
     @property
     def policy(self) -> Policy[Any]:
@@ -668,6 +672,7 @@ class GradScaler(torch.amp.GradScaler):
                 "of an iteration, or at the end after scaler.update()."
             )
         read: dict[str, Any] = {"_last": self.last_step, "_last_of": {}, "_order": None, "_inspected": set()}
+        read["_statistics"] = []
         return {**self.__dict__, **read, "_loss_scale": self._loss_scale.without_tensors()}
 
     # Private names of PyTorch's class that subclasses and other libraries use.
@@ -1204,6 +1209,8 @@ class GradScaler(torch.amp.GradScaler):
         """Note that an optimizer has had its step, taken or skipped."""
         assert state.measured is not None  # by _measure_and_clip
         state.stage = OptState.STEPPED
+        if self._buffers is not None and self._buffers.restores and not state.measured.taken:
+            self._buffers.put_back()
         index, loss = self._loss_scale.steps, self._losses.sum
         self._last = partial(step_of, [state.measured], index, None, loss=loss)
         if self._already.only_owner != id(optimizer) or self._already.unscaled:
@@ -1398,6 +1405,8 @@ class GradScaler(torch.amp.GradScaler):
             self._notices_unscaled &= self._is_pending
             if self._order is None and output.grad_fn is not None:
                 self._order = backward_order(output.grad_fn)
+                if self._warns_of_ruined and self._buffers is None:
+                    self._statistics = statistics_in(output.grad_fn)
         wide = output.float() if output.dtype is torch.float16 else output
         scale: Any = self._loss_scale.tensor
         scaled: Tensor = wide * scale.to(output.device, non_blocking=True)
@@ -1521,8 +1530,26 @@ class GradScaler(torch.amp.GradScaler):
         self._last_of = {}
         for key, step in steps.items():
             self._last_of[key] = partial(record, [step])
+        if self._warns_of_ruined and any(step.taken is False for step in steps.values()):
+            self._warn_of_ruined(buffers)
         if self.on_step is not None:
             self.on_step(self.last_step)  # type: ignore[arg-type]  # there is one now
+
+    def _warn_of_ruined(self, buffers: Callable[[], Ruined]) -> None:
+        """Warn, once, if a skipped step has left inf or NaN in buffers and nothing puts them back."""
+        names = buffers().names
+        if not names and not some_are_ruined(self._statistics):
+            return
+        self._warns_of_ruined = False
+        instead = self._how_to_make.replace("...", "..., model=model, restore_buffers=True")
+        found = ", ".join(names) or "the running statistics of BatchNorm"
+        warnings.warn(
+            f"a skipped step left inf or NaN in {found}, and nothing restores them. The weights are "
+            "unharmed, but in evaluation the model gives NaN, and so does an average of it that takes over "
+            f"its buffers, such as AveragedModel. Write {instead}.",
+            UserWarning,
+            stacklevel=level_of_caller("torch", "deepspeed"),
+        )
 
     def _buffers_after(self, buffers: Buffers, steps: dict[int, MeasuredGradients]) -> Callable[[], Ruined]:
         """Return a callable that names the buffers that are not finite; restore or keep them if asked to."""
