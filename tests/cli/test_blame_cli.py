@@ -9,6 +9,7 @@ import pytest
 
 from preamp.autocasting.tables import Casting
 from preamp.cli.app import app
+from preamp.cli.lab.compared import PrecisionRun, run_apart
 from preamp.errors import PreampError
 
 MODELS = """
@@ -36,6 +37,26 @@ def step():
     scaler.step(optimizer)
     scaler.update()
     return loss
+
+half = Net().half()
+half.up.weight.data /= 1e4
+half_optimizer = torch.optim.SGD(half.parameters(), 1e-4)
+
+def in_half():
+    half_optimizer.zero_grad()
+    loss = nn.functional.mse_loss(half(x.to(half.up.weight.dtype)).float(), y)
+    loss.backward()
+    half_optimizer.step()
+    return loss
+
+def only_in_half():
+    return nn.functional.mse_loss(half(x.half()).float(), y)
+
+def drawing():
+    generator.manual_seed(generator.initial_seed() + 1)
+    return nn.functional.mse_loss(net(torch.randn(32, 16, generator=generator)).float(), y)
+
+generator = torch.Generator()
 
 def in_jax():
     def loss(w, x):
@@ -98,6 +119,40 @@ def test_tune_writes_a_table_that_trains(run):
     rows = {line.split("  ")[0].strip(): line for line in text.splitlines() if "float16," in line}
     assert "nan" in rows["float16, table before"] or "inf" in rows["float16, table before"]
     assert "%" in rows["float16, tuned"]
+
+
+def test_tune_says_that_steps_were_not_the_same(run):
+    _, text = run("tune", "steps.py:drawing", "--dtype", "float16")
+    assert "the function does not do the same each time" in " ".join(text.split())
+    _, text = run("tune", "steps.py:step", "--dtype", "float16")
+    assert "the same each time" not in " ".join(text.split())
+
+
+def test_a_model_in_half_is_compared_with_one_in_float32(tmp_path, monkeypatch):
+    """The reference is what the program computes with float32 weights, which its optimizer updates."""
+    (tmp_path / "steps.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    reference = PrecisionRun("float32", finds_model=True)
+    done = run_apart(reference, "steps.py:in_half", "torch", "cpu", 20)
+    assert (done.problem, done.widened) == ("", "float16")
+    as_written = run_apart(PrecisionRun("float32"), "steps.py:in_half", "torch", "cpu", 20)
+    (tmp_path / "steps.py").write_text(
+        MODELS.replace("half_optimizer = ", "half = half.float()\nhalf_optimizer = ")
+    )
+    truly = run_apart(PrecisionRun("float32"), "steps.py:in_half", "torch", "cpu", 20)
+    assert done.losses == truly.losses
+    assert done.losses != as_written.losses
+
+
+def test_tune_says_that_the_weights_were_made_float32(run):
+    _, text = run("tune", "steps.py:in_half", "--dtype", "float16", "--calls", "3")
+    assert "Weights of the model are float16. In the float32 run they were made float32" in " ".join(
+        text.split()
+    )
+    with pytest.raises(
+        PreampError, match=r"fails in float32.* Weights of its model are float16.*weight.dtype"
+    ):
+        run("tune", "steps.py:only_in_half", "--dtype", "float16", "--calls", "3")
 
 
 def test_tune_tunes_jax(run):

@@ -25,6 +25,7 @@ SMALL = 0.03  # of the target: rows with less are not worth a rule
 PER_RULE = 0.002  # what a rule costs, in shares of the step's products: of two that cost the same, the fewer
 PER_VALUE = 0.02  # what it costs to keep all values of the step in float32, in the same unit
 WORSE = 1.1  # times the error: what a rule has to be good for where the target is missed
+SAME = 1e-4  # relative: losses of two runs in float32 that differ by more are not of the same step
 BETTER = 0.7  # of its severity: what is left of a row that a rule is said to help
 
 
@@ -75,6 +76,7 @@ class Tuning:
         after: what it loses with this one.
         rehearsals: how many times blame ran the step.
         target: the relative error of loss and gradients to stay below.
+        notes: sentences about how the step was run.
     """
 
     casting: Casting
@@ -83,6 +85,7 @@ class Tuning:
     after: Blame
     rehearsals: int
     target: float
+    notes: Sequence[str] = ()
 
     @property
     def low_share(self) -> float:
@@ -136,11 +139,12 @@ class Tuning:
     def __str__(self) -> str:
         """Return what is kept in float32 and why, at most 80 columns wide, and the summary."""
         lines = [textwrap.fill(f"float32: {line}", WIDTH, subsequent_indent="  ") for line in self.lines()]
-        return "\n".join([*lines, *([""] if lines else []), textwrap.fill(self.summary(), WIDTH)])
+        paragraphs = [textwrap.fill(each, WIDTH) for each in (self.summary(), *self.notes)]
+        return "\n".join([*lines, *([""] if lines else []), *paragraphs])
 
 
 def tune(
-    rehearse: Callable[[Casting], Blame],
+    rehearsed: Callable[[Casting], Blame],
     casting: Casting | None,
     is_operator: Callable[[str], bool],
     *,
@@ -161,7 +165,7 @@ def tune(
        stays removed.
 
     Args:
-        rehearse: runs the step with a table.
+        rehearsed: runs the step with a table, the same step each time.
         casting: the table to begin with; None for autocast's.
         is_operator: whether a table can name an operator.
         with_modules: whether a table can name the rows' modules.
@@ -169,6 +173,13 @@ def tune(
         most: how often to rehearse, at least 1.
     """
     table = DEFAULT if casting is None else casting
+    losses: list[float] = []
+
+    def rehearse(table: Casting) -> Blame:
+        found = rehearsed(table)
+        losses.append(found.float32_loss)
+        return found
+
     before = current = rehearse(table)
     if not math.isfinite(before.float32_loss):
         raise UsageError(
@@ -202,7 +213,19 @@ def tune(
         rehearsals += bool(fewer)
         if not _missed(after, target) or (_missed(current, target) and not _is_worse(after, current)):
             kept, current = fewer, after
-    return Tuning(_with(table, kept), kept, before, current, rehearsals, target)
+    return Tuning(_with(table, kept), kept, before, current, rehearsals, target, _of_losses(losses))
+
+
+def _of_losses(losses: Sequence[float]) -> list[str]:
+    """Return a sentence if losses in float32, which no table changes, show that the steps were different."""
+    low, high = min(losses), max(losses)
+    if not high - low > SAME * max(abs(low), abs(high)):
+        return []
+    return [
+        f"The loss in float32 was between {low:.6g} and {high:.6g} in the rehearsed steps: the function does "
+        "not do the same each time, so the tables were not compared on the same step. Draw the batch once, "
+        "outside of the function, and random numbers from PyTorch's default generator, which is seeded."
+    ]
 
 
 def _count(number: int, name: str) -> str:

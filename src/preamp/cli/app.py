@@ -546,7 +546,7 @@ def tune(
             tuned one, and compare the losses. PyTorch only. Default: off.
         out_file: where to write the table, as JSON.
     """
-    from preamp.cli.lab.tuned import table, train_with, tune_function
+    from preamp.cli.lab.tuned import sentences, table, train_with, tune_function
 
     _above_zero("--loss-scale", loss_scale, "65536")
     _above_zero("--error", error, "0.01")
@@ -570,6 +570,7 @@ def tune(
         runs = train_with(target, framework, found, before, calls, emulate=not cast)
         out.print(f"\n{calls} calls of {target}, the mean loss of the last tenth:", soft_wrap=True)
         print_table(table(runs))
+        print_lines(sentences(runs))
     out.print(f"The table is in {out_file}.", soft_wrap=True)
     return 0 if found.solved else 1
 

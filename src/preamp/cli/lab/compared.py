@@ -56,6 +56,7 @@ class PrecisionRun:
         finds_model: whether the function is first run once, up to its backward pass, to find its model for
             the rules of modules.
         label: the name of the run, if it is more than its precision.
+        widened: the dtype that weights of the model had before they were made float32; "" if none were.
     """
 
     precision: str
@@ -69,6 +70,7 @@ class PrecisionRun:
     casting: dict[str, Any] | None = None
     finds_model: bool = False
     label: str = ""
+    widened: str = ""
 
     @property
     def name(self) -> str:
@@ -256,7 +258,9 @@ def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], 
     function = _import(target)
     region: AbstractContextManager[object] = nullcontext()
     model = model_of(function, stops=True) if run.finds_model else None
-    if run.precision != "float32":
+    if run.precision == "float32":
+        run.widened = _widen(model)
+    else:
         dtype, table = getattr(torch, run.precision), _table_of(run)
         region = autocast(device, dtype, emulate=run.emulate, casting=table, model=model)
 
@@ -269,6 +273,21 @@ def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], 
         return _number(target, loss)
 
     return call
+
+
+def _widen(model: Any) -> str:
+    """Make weights and buffers in low precision float32, in place; return the dtype that the first had.
+
+    Optimizers and references to a weight keep it, because it stays the same object.
+    """
+    import torch
+
+    found = ""
+    for tensor in [] if model is None else [*model.parameters(), *model.buffers()]:
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            found = found or str(tensor.dtype).removeprefix("torch.")
+            tensor.data = tensor.data.float()
+    return found
 
 
 def _prepare_jax(run: PrecisionRun, target: str, device: str) -> Callable[[], float]:

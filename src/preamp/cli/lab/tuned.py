@@ -70,7 +70,8 @@ def train_with(
 ) -> list[PrecisionRun]:
     """Call a function many times in float32, with the initial table, and with the table that was found.
 
-    Each runs in a process of its own, from the same seed. The function has to train and return its loss.
+    In float32, weights of the model that are in low precision are made float32 before the first call. Each
+    runs in a process of its own, from the same seed. The function has to train and return its loss.
 
     Raises:
         PreampError: if it cannot run in float32.
@@ -89,8 +90,25 @@ def train_with(
     ]
     done = [run_apart(run, target, framework, "cpu", calls) for run in runs]
     if done[0].refused or done[0].problem:
-        raise PreampError(f"{target} fails in float32: {done[0].refused or done[0].problem}.")
+        message = f"{target} fails in float32: {done[0].refused or done[0].problem}."
+        if done[0].widened:
+            message += (
+                f" Weights of its model are {done[0].widened}, and were made float32 for this run, with which "
+                "the others are compared. Write a step that works with float32 weights too, such as "
+                "x.to(weight.dtype) for inputs, or leave --calls out."
+            )
+        raise PreampError(message)
     return done
+
+
+def sentences(runs: Sequence[PrecisionRun]) -> list[str]:
+    """Return what the table cannot say."""
+    if not runs[0].widened:
+        return []
+    return [
+        f"Weights of the model are {runs[0].widened}. In the float32 run they were made float32, and so was "
+        "what the optimizer updates; in the others they are as the program has them."
+    ]
 
 
 def table(runs: Sequence[PrecisionRun]) -> list[dict[str, str]]:
