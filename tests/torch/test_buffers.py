@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from preamp import Dynamic, PolicyError, ScaleExhausted, Trace, TraceError
 from preamp.deepspeed import initialize
+from preamp.errors import UsageError
+from preamp.guards import SpikeGuard
 from preamp.scaling import Step
 from preamp.torch import GradScaler, LossScaleOptimizer
 from preamp.torch.scaling import buffers, grad_scaler
@@ -23,6 +25,7 @@ from .pairs import HALF_ENGINE
 pytestmark = pytest.mark.filterwarnings("ignore:a skipped step left inf or NaN:UserWarning")
 INF, NAN = float("inf"), float("nan")
 RUINED = ("1.running_mean", "1.running_var")
+FLOAT16 = {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": 8}}
 
 
 def net():
@@ -248,6 +251,55 @@ def test_an_engine_names_its_models_buffers():
     engine.backward(engine(torch.full((4, 3), INF)).float().mean())
     engine.step()
     assert engine.last_step.buffers == RUINED
+
+
+def engine_of(model, config=FLOAT16, **options):
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return initialize(model=model, optimizer=inner, config=config, **options)[0]
+
+
+def trained(engine, *factors):
+    for number, factor in enumerate(factors):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(number))
+        engine.backward(engine(x * factor).float().square().mean())
+        engine.step()
+
+
+@HALF_ENGINE
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_engine_puts_them_back_on_request(tmp_path, steps):
+    config = {**FLOAT16, "gradient_accumulation_steps": steps}
+    engine, clean = (engine_of(net(), config, restore_buffers=restores) for restores in (True, False))
+    trained(engine, *[1.0] * steps, *[INF] * steps)
+    trained(clean, *[1.0] * steps)
+    assert engine.last_step.skipped
+    assert engine.last_step.buffers == engine.last_step.restored == RUINED
+    assert alike(engine.module.buffers(), clean.module.buffers())
+    engine.save_checkpoint(tmp_path)
+    resumed = engine_of(net(), config, restore_buffers=True)
+    resumed.load_checkpoint(tmp_path)
+    trained(resumed, *[NAN] * steps)
+    assert resumed.last_step.restored == RUINED
+    assert alike(resumed.module.buffers(), clean.module.buffers())
+
+
+@HALF_ENGINE
+def test_an_engine_warns_of_what_nothing_restores():
+    with pytest.warns(
+        UserWarning, match=r"1\.running_mean.* Write initialize\(\.\.\., restore_buffers=True\)"
+    ):
+        trained(engine_of(net()), INF)
+
+
+def test_an_engine_refuses_to_restore_what_is_never_ruined():
+    for config in ({}, {"bf16": {"enabled": True, "check_grad_overflow": False}}):
+        with pytest.raises(
+            UsageError, match=r"no effect in (b?float\d\d) without a guard.* guard=SpikeGuard"
+        ):
+            engine_of(net(), config, restore_buffers=True)
+    with pytest.raises(UsageError, match="there is no optimizer"):
+        initialize(model=net(), config=FLOAT16, restore_buffers=True)
+    assert engine_of(net(), {}, guard=SpikeGuard(), restore_buffers=True).optimizer.scaler._buffers.restores
 
 
 def test_what_cannot_work_is_refused():

@@ -160,8 +160,21 @@ def test_it_is_silent_with_a_scaler_and_looks_no_more(make, factor, scaler, watc
 def test_it_is_silent_in_bfloat16_and_float32(make, factor, watch):
     assert train(make, factor, BRAIN) == []
     assert train(make, factor, region=autocast("cpu", HALF, enabled=False)) == []
-    assert train(make, factor, region=autocast("cpu", HALF, emulate=True)) == []
+    for dtype in (BRAIN, torch.float8_e4m3fn, torch.float8_e5m2):  # for float8, float16 stands inside
+        assert train(make, factor, region=autocast("cpu", dtype, emulate=True)) == []
     assert watch._regions == 0
+
+
+@models
+def test_emulated_float16_is_warned_of_as_float16_is(make, watch):
+    """On a CPU that is how float16 is rehearsed."""
+    emulated = autocast("cpu", HALF, emulate=True)
+    assert train(make, 1.0, region=emulated) == []
+    assert train(make, region=emulated, scaler=GradScaler("cpu", init_scale=1.0)) == []
+    watch.is_on, watch._regions = True, 0
+    (said,) = train(make, region=emulated)
+    assert "float16 autocast is used without a loss scaler" in str(said.message)
+    assert "GradScaler('cpu')" in str(said.message)
 
 
 def test_a_scaler_that_is_disabled_scales_nothing():

@@ -70,7 +70,7 @@ def running_statistics(node: Any) -> list[Tensor]:
     """
     if not getattr(node, "_saved_training", False):
         return []
-    kept = [getattr(node, f"_raw_saved_{name}", None) for name in ("running_mean", "running_var")]
+    kept: list[Any] = [getattr(node, f"_raw_saved_{name}", None) for name in ("running_mean", "running_var")]
     found = [one.data for one in kept if getattr(one, "unpack_hook", one) is None and hasattr(one, "data")]
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
 

@@ -23,6 +23,7 @@ from preamp.errors import ScaleExhausted
 from preamp.policy import Policy
 from preamp.scaling import Step
 from preamp.torch import GradScaler, Lens, autocast
+from preamp.torch.scaling.unscaled import watch
 
 
 class Dense(torch.nn.Module):
@@ -68,7 +69,7 @@ class TorchLoop(Loop):
     def steps(self) -> Iterator[Step]:
         """Train, yielding one `Step` after each update."""
         torch.set_num_threads(1)  # layers this small are slower on two
-        with self.lens:
+        with self.lens, watch.paused():  # what float16 loses without a scaler is what is shown
             yield from super().steps()
 
     def train_on(self, rows: NDArray[np.int64], index: int) -> Trained:

@@ -62,6 +62,7 @@ def initialize(
     *,
     on_step: Callable[[Step], object] | None = None,
     guard: Guard[Any] | None = None,
+    restore_buffers: bool = False,
 ) -> tuple[Engine, LossScaleOptimizer | None, DataLoader[Any] | None, Any]:
     """Return an engine for a model, with the arguments and by the configuration of DeepSpeed 0.19.8.
 
@@ -93,6 +94,10 @@ def initialize(
             decides by the norm of the averaged gradients before clipping and by the loss of the update: the
             mean over its micro-steps and, in one more all-reduce, over all ranks. In bfloat16 and float32 an
             update whose gradients are not finite is then skipped, too.
+        restore_buffers: after a skipped update give all buffers of the model, such as BatchNorm's statistics,
+            the values that they had after the last update that was applied, or when the engine was made or
+            loaded, if that was later; as for `preamp.torch.GradScaler`. Costs a copy of all buffers per
+            update, on their device.
 
     Returns:
         The engine, its optimizer, a loader or None, its scheduler or None.
@@ -100,7 +105,8 @@ def initialize(
     Raises:
         ConfigError: for an invalid configuration.
         PolicyError: for an `on_step` that cannot be called, and for what is not a guard.
-        UsageError: for what only DeepSpeed itself can do, and for arguments that contradict each other.
+        UsageError: for what only DeepSpeed itself can do, for arguments that contradict each other, and for
+            `restore_buffers` where no update is ever skipped.
 
     >>> import torch
     >>> from preamp.deepspeed import initialize
@@ -133,6 +139,8 @@ def initialize(
             "optimizer="
             'torch.optim.AdamW(model.parameters())), or an "optimizer" section in the configuration.'
         )
+    if restore_buffers:
+        _check_restores(inner, settings, guard)
     begin_alike(
         [*bare.parameters(), *bare.buffers()], about=(settings.precision, settings.autocast, batch, guard)
     )
@@ -141,7 +149,7 @@ def initialize(
         wanted = data_types.get("buffer_dtype")
         cast_model(bare, getattr(torch, settings.precision), None if wanted is None else dtype_named(wanted))
     bare.zero_grad()  # older gradients may be in another precision
-    wrapped = None if inner is None else _wrapped(inner, settings, bare, guard)
+    wrapped = None if inner is None else _wrapped(inner, settings, bare, guard, restores=restore_buffers)
     if wrapped is not None and not wrapped.scaler.is_enabled() and on_step is None:
         wrapped.scaler._losses.stop()  # no step reads the device here, so losses must not be read either
     scheduler = None if inner is None else _scheduler(lr_scheduler, inner, settings)
@@ -294,8 +302,27 @@ def _check_inner(inner: object, model: nn.Module, settings: Settings) -> None:
         )
 
 
+def _check_restores(inner: object, settings: Settings, guard: Guard[Any] | None) -> None:
+    """Refuse to restore buffers where no update is skipped."""
+    if inner is None:
+        raise UsageError(
+            "restore_buffers=True restores buffers after a skipped update, and there is no optimizer. Write "
+            "initialize(..., optimizer=torch.optim.AdamW(model.parameters())), or leave it out."
+        )
+    if settings.policy is None and guard is None:
+        raise UsageError(
+            f"restore_buffers=True has no effect in {settings.precision} without a guard: no update is "
+            "skipped. Leave it out, or write guard=SpikeGuard() with from preamp.guards import SpikeGuard."
+        )
+
+
 def _wrapped(
-    inner: torch.optim.Optimizer, settings: Settings, model: nn.Module, guard: Guard[Any] | None
+    inner: torch.optim.Optimizer,
+    settings: Settings,
+    model: nn.Module,
+    guard: Guard[Any] | None,
+    *,
+    restores: bool,
 ) -> LossScaleOptimizer:
     """Return the optimizer with the configured loss scale, clipping, master weights, and the guard."""
     policy = settings.policy
@@ -307,8 +334,10 @@ def _wrapped(
         global_clipnorm=settings.max_norm,
         master_weights=True,
         model=model,
+        restore_buffers=restores,
         guard=guard,
     )
+    scaled.scaler._how_to_restore = "initialize(..., restore_buffers=True)"
     if policy is None:
         scaled.scaler, scaled.global_clipnorm = GradScaler("cpu", enabled=False), None
     elif settings.max_norm is None:

@@ -107,9 +107,9 @@ class autocast(TorchAutocast):  # PyTorch's name
     own that starts empty. `copy.copy` keeps the model of the original. `copy.deepcopy` and `pickle` copy the
     model as well, as they do for an optimizer: copy both together.
 
-    It warns with `UnscaledFloat16`, once per process, if float16 is used without a loss scaler and gradients
-    underflow: after a few of the first regions, the gradients of an optimizer's next step are examined. Until
-    that step a global optimizer hook is registered.
+    It warns with `UnscaledFloat16`, once per process, if float16 is used, emulated or not, without a loss
+    scaler, and gradients underflow: after a few of the first regions, the gradients of an optimizer's next
+    step are examined. Until that step a global optimizer hook is registered.
 
     >>> import torch
     >>> from preamp import casting
@@ -142,7 +142,7 @@ class autocast(TorchAutocast):  # PyTorch's name
 
     device: str
     fast_dtype: torch.dtype
-    _emulate = False
+    _float8: torch.dtype | None = None  # what is emulated in the place of `fast_dtype`
 
     def __new__(
         cls,
@@ -233,7 +233,7 @@ class autocast(TorchAutocast):  # PyTorch's name
                 claim.release()
         elif claim.held and before is not self.fast_dtype:
             clear_autocast_cache()
-        if self.fast_dtype is torch.float16 and watch.is_on and self._enabled and not self._emulate:
+        if self.fast_dtype is torch.float16 and watch.is_on and self._enabled and self._float8 is None:
             watch.region_left()
         return False
 

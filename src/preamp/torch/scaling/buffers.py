@@ -149,7 +149,7 @@ class Buffers:
             if module not in self._followed:
                 self._followed.add(module)
                 hook = _Loaded(weakref.ref(self))
-                self._hooks.append(module.register_load_state_dict_post_hook(hook))
+                self._hooks.append(module.register_load_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_followed", "_hooks")}

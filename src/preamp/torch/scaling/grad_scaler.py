@@ -329,7 +329,7 @@ class GradScaler(torch.amp.GradScaler):
         self._always_reads = False
         self._warns_of_small_eps = True
         self._how_to_scale = "scaler.scale(loss).backward()"  # what the user of this scaler writes
-        self._how_to_make = f"{type(self).__name__}(...)"
+        self._how_to_restore = f"{type(self).__name__}(..., model=model, restore_buffers=True)"
         self._statistics: list[weakref.ref[Tensor]] = []  # of batch norms, where there is no model to ask
         self._warns_of_ruined = not (restore_buffers or capturable)
 
@@ -1541,12 +1541,11 @@ class GradScaler(torch.amp.GradScaler):
         if not names and not some_are_ruined(self._statistics):
             return
         self._warns_of_ruined = False
-        instead = self._how_to_make.replace("...", "..., model=model, restore_buffers=True")
         found = ", ".join(names) or "the running statistics of BatchNorm"
         warnings.warn(
             f"a skipped step left inf or NaN in {found}, and nothing restores them. The weights are "
             "unharmed, but in evaluation the model gives NaN, and so does an average of it that takes over "
-            f"its buffers, such as AveragedModel. Write {instead}.",
+            f"its buffers, such as AveragedModel. Write {self._how_to_restore}.",
             UserWarning,
             stacklevel=level_of_caller("torch", "deepspeed"),
         )

@@ -156,7 +156,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         self.scaler._loss_factor = 1.0 if loss_scale_factor is None else float(loss_scale_factor)
         self.scaler._always_reads = True  # whether a step was taken decides what follows here
         self.scaler._how_to_scale = "optimizer.backward(loss)"
-        self.scaler._how_to_make = "LossScaleOptimizer(...)"
+        self.scaler._how_to_restore = "LossScaleOptimizer(..., model=model, restore_buffers=True)"
         self.scaler._warns_of_small_eps = False  # that is done here
         self.scaler._notices_unscaled = False  # so is that, and it raises
         self._scaled = _Scaled()
