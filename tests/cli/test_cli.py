@@ -545,3 +545,21 @@ def test_inspect_says_what_is_wrong_with_a_function_of_jax(arguments, problem, t
     assert (done.returncode, done.stdout) == (2, "")
     assert problem in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_precision_that_does_not_exist_is_answered_with_the_choices(capsys):
+    assert run_here(["train", "--precision", "fp16"]) == 2
+    assert 'Choose from: "float32", "float16", "bfloat16", "all"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["doctor", "report"])
+def test_a_folder_is_answered_with_the_traces_in_it(command, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for name in ("b.jsonl", "a/trace.jsonl", "notes.txt"):
+        (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / name).write_text("")
+    assert run_here([command, str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr().err
+    assert f"is a folder. Write its traces: {tmp_path}/runs/a/trace.jsonl {tmp_path}/runs/b.jsonl\n" in said
+    assert run_here([command, str(tmp_path / "empty")]) == 2
+    assert "no trace in it" in capsys.readouterr().err

@@ -33,7 +33,7 @@ from preamp.cli.flags import (
     setting_flags,
     without_limits,
 )
-from preamp.cli.lab import Framework, Precision, Task
+from preamp.cli.lab import Framework, Task
 from preamp.cli.terminal import (
     Row,
     Unboxed,
@@ -110,11 +110,13 @@ def _refusing_fractions(kind: Any) -> Any:
 Count: TypeAlias = Annotated[int, Parameter(validator=Number(gte=1, lte=10_000_000), converter=_whole)]
 Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
 Share: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
+# One Literal, because cyclopts lists the choices of one in its error, and the types of a union.
+PrecisionOrAll: TypeAlias = Literal["float32", "float16", "bfloat16", "all"]
 LowPrecision: TypeAlias = Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 POLICY = Group("Policy for the loss scale", sort_key=0)
 NAMES = f"{', '.join(map(kebab, RULES))}, or another system's (see preamp dialects)"
-FIRST = "Without a name: the first that has all the given settings."
+FIRST = "If only settings are given: the first of these that has all of them."
 SHORT = f"The default growth interval of {Dynamic.growth_interval} is {SHORT_INTERVAL} here."
 NAME = Parameter(name=["--policy", "--rule"], group=POLICY, show_default=False)
 GUARD = Group("Guard against spikes", sort_key=50)
@@ -157,6 +159,7 @@ SETTINGS = Parameter(name="--policy", show_default=False)
 GUARD_SETTINGS = Parameter(name="--guard", show_default=False)
 
 CUT_OFF, BAD_INPUT, INTERRUPTED = 1, 2, 130
+LISTED = 8  # files that an error names
 TITLES: dict[Task, str] = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
 ARITHMETIC = {
     True: "emulated as on a tensor core: products store operands and results in it and sum in float32",
@@ -215,7 +218,7 @@ def train(
     task: Task | None = None,
     data: Path | None = None,
     framework: Framework | None = None,
-    precision: Annotated[tuple[Precision | Literal["all"], ...], NO_DEFAULT] = (),
+    precision: Annotated[tuple[PrecisionOrAll, ...], NO_DEFAULT] = (),
     emulate: Annotated[bool, Parameter(negative="--native", show_default=False)] = True,
     rule: Annotated[str | None, NAME, Parameter(help=f"{NAMES}. {FIRST} {SHORT}")] = None,
     policy: Annotated[_Settings | None, SETTINGS] = None,
@@ -305,8 +308,9 @@ def simulate(
 ) -> int:
     """Simulate policies on gradients or overflows, and guards on losses.
 
-    With --process, or a trace that has peaks, overflows and flushed entries follow from each policy's own
-    scale. Otherwise the same steps overflow for every policy. With --guard, each guard gets losses and norms.
+    With --process, or a trace with peaks (see docs/policies.md), each policy's own scale decides what
+    overflows and what is flushed to zero. Otherwise the same steps overflow for every policy. With --guard,
+    each guard gets losses and norms.
 
     Args:
         rule: the names of policies.
@@ -315,7 +319,7 @@ def simulate(
         config: the policy of a DeepSpeed configuration; can be repeated.
         guard: the names of guards.
         guard_settings: the settings of the guards.
-        trace: replay a recorded run.
+        trace: a recorded run to replay.
         process: gradients to draw, such as stationary, or losses, such as resting-loss; see
             preamp.processes.
         dtype: the low precision that overflows and flushes. [that of the trace, or float16]
@@ -355,6 +359,21 @@ def simulate(
     return 0
 
 
+def _read(path: Path) -> Trace:
+    """Return the trace in a file.
+
+    Raises:
+        PreampError: for a folder, with the traces in it.
+    """
+    if not path.is_dir():
+        return read_trace(path)
+    found = sorted(str(one) for one in path.rglob("*.jsonl"))
+    if not found:
+        raise PreampError(f"{path} is a folder, and there is no trace in it. Write the file of a trace.")
+    more = f", or one of {len(found) - LISTED} more" if len(found) > LISTED else ""
+    raise PreampError(f"{path} is a folder. Write its traces: {' '.join(found[:LISTED])}{more}")
+
+
 @app.command
 def report(
     traces: Annotated[tuple[Path, ...], Parameter(consume_multiple=True)],
@@ -371,7 +390,7 @@ def report(
     from preamp.report import write_report
 
     _refuse_to_overwrite(traces, out_file)
-    named = _named(traces, list(map(read_trace, traces)))
+    named = _named(traces, list(map(_read, traces)))
     rows = [scale_row(name, one) for name, one in named.items()]
     said = [*spikes(named.items()), *events(named.items())]
     write_report(
@@ -397,7 +416,7 @@ def doctor(traces: Annotated[tuple[Path, ...], Parameter(consume_multiple=True)]
     """
     from preamp.doctor import diagnose
 
-    for name, one in _named(traces, list(map(read_trace, traces))).items():
+    for name, one in _named(traces, list(map(_read, traces))).items():
         print_diagnosis(name, diagnose(one))
         print_lines(f" {said}" for said in events([(name, one)]))
     return 0

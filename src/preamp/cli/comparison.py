@@ -235,7 +235,8 @@ def _refuse_without_peaks(rules: Mapping[str, Policy[Any]], steps: Process | lis
     if needing and not isinstance(steps, Process):
         raise PreampError(
             f"{needing[0]} needs the size of the gradients, which is not known for these steps. "
-            "Write --process stationary, --trace of a run with peaks, or --policy dynamic."
+            "Write --process stationary, --policy dynamic, or --trace of a run with peaks, which "
+            "docs/policies.md shows how to record."
         )
 
 

@@ -9,6 +9,7 @@ from time import perf_counter
 
 from preamp.machine import FASTER, SLOWER, Advice, PrecisionRow, Product
 
+PRODUCTS = "matrix products, convolutions and attention"
 MUCH_FASTER = 1.5  # times bfloat16's speed: float16 is worth its loss scaling
 ROUNDS, FEWEST_ROUNDS, SECONDS = 7, 3, 0.3  # of a comparison
 REPETITIONS = 2  # of a comparison that finds a precision a little slower than float32
@@ -103,23 +104,23 @@ def advise(rows: Sequence[PrecisionRow], code: Mapping[str, str]) -> Advice:
     if half >= FASTER and half >= MUCH_FASTER * brain:
         precision = "float16"
         reason = (
-            f"products are {half:.2g} times as fast as in float32"
+            f"{PRODUCTS} run {half:.2g} times as fast as in float32"
             + (f", {half / brain:.2g} times as fast as in bfloat16" if brain else "; bfloat16 does not work")
             + ". It needs loss scaling."
         )
     elif brain >= FASTER:
         precision = "bfloat16"
         reason = (
-            f"products are {brain:.2g} times as fast as in float32, and it has float32's range, so it needs "
-            "no loss scaling."
+            f"{PRODUCTS} run {brain:.2g} times as fast as in float32. It has float32's range, so it needs no "
+            "loss scaling."
         )
     else:
         precision = "float32"
         tried = [f"{name} {speeds[name]:.2f}x" for name in ("bfloat16", "float16") if speeds.get(name)]
         reason = "nothing in low precision works in full."
         if tried:
-            reason = f"products are not faster in low precision ({', '.join(tried)})."
+            reason = f"{PRODUCTS} are not faster in low precision ({', '.join(tried)})."
         if speeds.get("TF32", 0.0) >= FASTER:
             precision = "TF32"
-            reason = f"with it products are {speeds['TF32']:.2g} times as fast as in float32; {reason}"
+            reason = f"{PRODUCTS} run {speeds['TF32']:.2g} times as fast as in float32; {reason}"
     return Advice(device, precision, reason, code[precision])

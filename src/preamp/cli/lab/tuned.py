@@ -93,8 +93,8 @@ def train_with(
         message = f"{target} fails in float32: {done[0].refused or done[0].problem}."
         if done[0].widened:
             message += (
-                f" Weights of its model are {done[0].widened}, and were made float32 for this run, with which "
-                "the others are compared. Write a step that works with float32 weights too, such as "
+                f" Weights of its model are {done[0].widened}, and were made float32 for this run, which "
+                "is the reference. Write a step that works with float32 weights too, such as "
                 "x.to(weight.dtype) for inputs, or leave --calls out."
             )
         raise PreampError(message)
