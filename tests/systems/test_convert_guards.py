@@ -82,7 +82,7 @@ def test_it_is_converted_or_named(origin: str, target: str, tmp_path: Path) -> N
             source, out = tmp_path / f"{number}{losses[1]}.json", tmp_path / f"{number}{losses[1]}.out.json"
             source.write_text(json.dumps({"part": entries(origin, [state])}))
             done = convert(source, FORMATS[origin], out, FORMATS[target])
-            named = "the guard's state (saved by preamp)"
+            named = "the guard's state (only preamp saves this)"
             if target not in HOLDING:
                 assert (done.guards, done.lost.count(named)) == (0, 1)
                 continue
@@ -113,7 +113,7 @@ def test_states_for_several_optimizers_stay_together(target: str, tmp_path: Path
         assert guard_of(json.loads((tmp_path / "out.json").read_text())) == states
     else:
         assert done.guards == 0
-        assert "the guard's state for 2 optimizers (saved by preamp)" in done.lost
+        assert "the guard's state for 2 optimizers (only preamp saves this)" in done.lost
 
 
 def trained(guard: guards.Guard[Any], steps: int = 20) -> tuple[GradScaler, Any]:
@@ -192,7 +192,7 @@ def test_deepspeeds_loss_scaler_keeps_what_attach_put_into_it(
             assert guard_of(there) in (state, [state])
         line = line_of(capsys, source, name, tmp_path / f"{name}.megatron.json", "MEGATRON")
         assert "Not carried: " in line
-        assert "the guard's state (saved by preamp)" in line
+        assert "the guard's state (only preamp saves this)" in line
 
 
 @pytest.mark.parametrize("guard", [RULES["spike"], RULES["window"]], ids=repr)

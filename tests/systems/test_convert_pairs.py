@@ -326,8 +326,8 @@ def test_what_a_headroom_checkpoint_loses_is_named(
     said = capsys.readouterr().out
     for name, value in scaler.policy_state._asdict().items():
         if name not in ("scale", "good", "bad") and value:
-            assert f"{name}={value!r} (saved by preamp)" in said
-    assert "steps=5 (saved by preamp)" in said
+            assert f"{name}={value!r} (only preamp saves this)" in said
+    assert "steps=5 (only preamp saves this)" in said
 
 
 def test_two_scalers_that_remember_otherwise_are_not_one(
@@ -377,8 +377,8 @@ def test_what_our_keras_optimizer_remembers_is_named(
         == 0
     )
     said = capsys.readouterr().out
-    assert "policy='Headroom' (saved by preamp)" in said
-    assert "spread=1.0 (saved by preamp)" in said
+    assert "policy='Headroom' (only preamp saves this)" in said
+    assert "spread=1.0 (only preamp saves this)" in said
 
 
 # Dialects alone

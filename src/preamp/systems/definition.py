@@ -17,7 +17,7 @@ from preamp.errors import CheckpointError, InexactScale, LossyConversion, Policy
 from preamp.policy import Bounded, Dynamic, Moving, Policy, Reading, Static, Tolerant, Where, choose
 from preamp.systems.formats import Format, backoff_factor, compat_of, hysteresis
 
-__all__ = ["IN_WORDS", "Dialect", "dialect", "unused_of"]
+__all__ = ["IN_WORDS", "Dialect", "brief", "dialect", "unused_of"]
 
 SHARED = ("scale", "good", "bad", "steps")  # steps: of the run, not part of a policy's state
 # The counts of a state, for messages.
@@ -270,13 +270,14 @@ def _counted_as(own: Policy[Any], state: Any, given: Policy[Any]) -> Any:
 def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """List what differs after a conversion."""
     return [
-        f"{name}={_brief(value)} (becomes {_brief(after[name])}{_consequence(name, value, after[name])})"
+        f"{name}={brief(value)} (becomes {brief(after[name])}{_consequence(name, value, after[name])})"
         for name, value in before.items()
         if value != after.get(name, value)
     ]
 
 
-def _brief(value: object) -> str:
+def brief(value: object) -> str:
+    """Write a setting, the ends of float32's range with two digits."""
     return f"{value:.2g}" if value in (FLOAT32_MAX, FLOAT32_TINY) else repr(value)
 
 

@@ -11,7 +11,7 @@ from preamp.policy import Policy, Tolerant
 from preamp.systems.convert.reading import read
 from preamp.systems.convert.searching import find
 from preamp.systems.convert.writing import check_name, write
-from preamp.systems.definition import IN_WORDS, Dialect, unused_of
+from preamp.systems.definition import IN_WORDS, Dialect, brief, unused_of
 from preamp.systems.formats import compat_of
 
 __all__ = ["Conversion", "convert"]
@@ -79,7 +79,7 @@ def convert(source: Path, origin: Dialect[...], out: Path, target: Dialect[...])
     if found.guards and guarded is None:
         lost.append(_of_guards(found.guards))
     write(out, guarded or carried or entries, target)
-    assumed = tuple(f"{name}={value!r}" for name, value in origin.unsaved_arguments().items())
+    assumed = tuple(f"{name}={brief(value)}" for name, value in origin.unsaved_arguments().items())
     if found.remembered and carried is None:
         assumed += _unsaved_of_policy(origin, found.policy)
     guards = 0 if guarded is None else len(found.guards)
@@ -101,7 +101,7 @@ def _unsaved_of_policy(origin: Dialect[...], policy: Any) -> tuple[str, ...]:
     others = {name: other for name, other in others.items() if hasattr(policy, name)}
     saved = form.save(start, policy)
     return tuple(
-        f"{name}={getattr(policy, name)!r}"
+        f"{name}={brief(getattr(policy, name))}"
         for name, other in others.items()
         if form.save(start, replace(policy, **{name: other})) == saved
     )
@@ -110,10 +110,10 @@ def _unsaved_of_policy(origin: Dialect[...], policy: Any) -> tuple[str, ...]:
 def _left_out(remembered: Mapping[str, Any]) -> list[str]:
     """List what our own adapter saved and the target cannot hold."""
     steps = [f"steps={remembered['steps']:g}"] if remembered.get("steps") else []
-    return [f"{name} (saved by preamp)" for name in unused_of(remembered) + steps]
+    return [f"{name} (only preamp saves this)" for name in unused_of(remembered) + steps]
 
 
 def _of_guards(guards: Sequence[object]) -> str:
     """Name the states of a guard that the target cannot hold."""
     whose = f" for {len(guards)} optimizers" if len(guards) > 1 else ""
-    return f"the guard's state{whose} (saved by preamp)"
+    return f"the guard's state{whose} (only preamp saves this)"

@@ -23,7 +23,8 @@ def check_name(path: Path) -> None:
     if path.suffix not in WRITERS:
         raise UsageError(
             f"{path} is not a kind of file that can be written. Write {path.with_suffix('.json')}, or "
-            ".pt or .msgpack; Keras and TensorFlow write theirs with the model: assign the numbers there."
+            ".pt or .msgpack. Keras and TensorFlow save the loss scale with the model: assign the numbers "
+            "in the .json to the optimizer, as docs/dialects.md shows."
         )
     if not path.parent.is_dir():
         raise UsageError(f"{path.parent} is not a folder. Make it first.")
