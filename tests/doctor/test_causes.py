@@ -515,8 +515,9 @@ def test_a_million_steps_take_less_than_200_megabytes(tmp_path: Path) -> None:
             for n in range(1_000_000)
         )
     code = (
-        "import resource, sys; from preamp.cli.app import run; run(['doctor', sys.argv[1]]); "
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        # Not by getrusage: on Linux its maximum includes that of this process, which was forked.
+        "import re, sys; from preamp.cli.app import run; run(['doctor', sys.argv[1]]); "
+        "print(re.search(r'VmHWM:\\s*(\\d+) kB', open('/proc/self/status').read())[1])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert int(done.stdout.split()[-1]) < 200 * 1024
@@ -543,6 +544,10 @@ QUICK = (
 )
 
 
+on_purpose = pytest.mark.filterwarnings("ignore:a skipped step left inf or NaN:UserWarning")
+
+
+@on_purpose
 @pytest.mark.parametrize("name", QUICK)
 def test_the_cause_of_a_real_run_is_named_first(bench: Any, name: str) -> None:
     case = bench.CASES[name]
@@ -557,6 +562,7 @@ def test_the_bench_has_many_causes_and_a_third_is_held_out(bench: Any) -> None:
     assert len(bench.HELD_OUT) >= len(bench.CASES) / 3
 
 
+@on_purpose
 @pytest.mark.slow
 def test_nine_in_ten_causes_are_named_and_healthy_runs_left_alone(bench: Any) -> None:
     results = [bench.judge(case, 23, diagnose(case.run(23))) for case in bench.CASES.values()]
