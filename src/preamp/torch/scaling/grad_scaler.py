@@ -221,9 +221,9 @@ class GradScaler(torch.amp.GradScaler):
             BatchNorm's running statistics before the step can be skipped. `last_step.buffers` names those
             that are not finite; on an accelerator without `on_step`, at the time when it is read. Costs
             nothing while steps are taken.
-        restore_buffers: after a skipped step give all buffers the values that they had after the last step
-            that was taken, or when the scaler was made or loaded, if that was later. Costs a copy of all
-            buffers of `model` per step, on their device, and on an accelerator one read.
+        restore_buffers: in a skipped step give all buffers the values that they had after the last step that
+            was taken, or when the scaler was made or its state or the model's was loaded, if that was later.
+            Costs a copy of all buffers of `model` per step, on their device, and on an accelerator one read.
         guard: any guard of `preamp.guards`, to skip steps whose loss or gradient norm is a spike. Measures
             the norm as `max_norm` does. To guard without scaling: `policy=Static(1.0)`.
         loss_group: the ranks over which a guard takes the mean of the losses: all that have to make the same
@@ -247,6 +247,9 @@ class GradScaler(torch.amp.GradScaler):
             computes ("meta") or does not exist ("gpu").
         InexactScale: a warning, for a scale or factor that is not a power of two.
         ScaleExhausted: from `update`, if the policy gives up, as it may at its floor.
+        UserWarning: a warning, once, if a skipped step left inf or NaN in buffers of `model`, or without
+            `model` in BatchNorm's statistics, and nothing restores them. Not where the host does not know
+            that the step was skipped.
 
     >>> import torch
     >>> from preamp.torch import GradScaler
