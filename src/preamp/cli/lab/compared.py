@@ -2,7 +2,8 @@
 
 Each precision runs in a new process that imports the module with the same seed, so that changes to weights,
 optimizer state and random numbers do not reach the next precision. A function of JAX is traced once and
-compiled in every process, also in float32, so that times can be compared.
+compiled in every process, also in float32, so that times can be compared. Regions of autocast that the
+function enters itself are off in float32, and have the precision of the row in the others.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class PrecisionRun:
             the rules of modules.
         label: the name of the run, if it is more than its precision.
         widened: the dtype that weights of the model had before they were made float32; "" if none were.
+        enters_regions: whether the function has regions of autocast itself.
     """
 
     precision: str
@@ -71,6 +73,7 @@ class PrecisionRun:
     finds_model: bool = False
     label: str = ""
     widened: str = ""
+    enters_regions: bool = False
 
     @property
     def name(self) -> str:
@@ -182,6 +185,11 @@ def sentences(runs: Sequence[PrecisionRun], target: str, framework: str, report:
             "In JAX autocast casts all that the function computes, the optimizer too. Keep it in float32: "
             "autocast(update, enabled=False) around the function that calls the optimizer."
         )
+    if any(run.enters_regions for run in runs):
+        found.append(
+            f"{target} uses autocast itself: that is off in float32, and in the other rows it has their "
+            "precision."
+        )
     equal = [run for run in others if run.losses and run.losses == reference.losses]
     if equal:
         flag = "" if framework == "torch" else f" --framework {framework}"
@@ -263,6 +271,7 @@ def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], 
     else:
         dtype, table = getattr(torch, run.precision), _table_of(run)
         region = autocast(device, dtype, emulate=run.emulate, casting=table, model=model)
+    _take_over_regions(run, region)
 
     def call() -> float:
         with region:
@@ -273,6 +282,29 @@ def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], 
         return _number(target, loss)
 
     return call
+
+
+def _take_over_regions(run: PrecisionRun, ours: object) -> None:
+    """Have all regions but ours that are entered in this process follow a run's precision."""
+    import torch
+
+    from preamp.torch.autocasting.region import EditedRegion, autocast
+
+    low = None if run.precision == "float32" else getattr(torch, run.precision)
+
+    def taken_over(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def entered(region: Any) -> Any:
+            is_float8 = getattr(region, "_float8", None) is not None
+            if region._enabled and region is not ours:
+                run.enters_regions = True
+                region._enabled = low is not None
+                region.fast_dtype = region.fast_dtype if low is None or is_float8 else low
+            return enter(region)
+
+        return entered
+
+    for kind in (torch.autocast, autocast, EditedRegion):
+        kind.__enter__ = taken_over(kind.__enter__)  # type: ignore[method-assign]
 
 
 def _widen(model: Any) -> str:
@@ -297,6 +329,7 @@ def _prepare_jax(run: PrecisionRun, target: str, device: str) -> Callable[[], fl
         raise MissingExtra.of(error, "preamp[jax]") from error
     from preamp.jax import autocast
 
+    _take_over_autocast(run)
     function = _import(target)
     if run.precision != "float32":
         function = autocast(function, dtype=run.precision, emulate=run.emulate, casting=_table_of(run))
@@ -320,6 +353,24 @@ def _prepare_jax(run: PrecisionRun, target: str, device: str) -> Callable[[], fl
         return _number(target, loss)
 
     return call
+
+
+def _take_over_autocast(run: PrecisionRun) -> None:
+    """Have the functions to which a module that is imported now applies autocast follow a run's precision."""
+    import preamp.jax
+
+    original = preamp.jax.autocast
+
+    def autocast(fn: Any = None, dtype: Any = "bfloat16", **settings: Any) -> Any:
+        if settings.get("enabled", True):
+            run.enters_regions = True
+            if run.precision == "float32":
+                settings["enabled"] = False
+            elif "float8" not in str(dtype):
+                dtype, settings["emulate"] = run.precision, run.emulate
+        return original(fn, dtype, **settings)
+
+    preamp.jax.autocast = autocast  # of a process that ends with this run
 
 
 def _table_of(run: PrecisionRun) -> Casting | None:
