@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "of several trainings": (
         UsageError,
-        r"shape \(2,\).*Write jax\.tree\.map",
+        r"shape \(2,\).*Write last_step\(jax\.tree\.map",
         lambda: last_step(jax.tree.map(lambda x: jnp.stack([x, x]), STATE)),
     ),
     "giving up of another": (
