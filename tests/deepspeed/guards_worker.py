@@ -77,7 +77,8 @@ def guarded(kind: str, rule: str, **more: Any) -> Seen:
     handle = attach(engine, on_step=trace, guard=RULES[rule]())
     seen = play(engine, handle, script())
     spikes = [[step.index, step.culprits, *(step.spike or ())] for step in trace if step.reason == "spike"]
-    return {**seen, "decisions": decisions(trace), "spikes": spikes}
+    rules = [trace.policy == repr(handle.policy), trace.guard == repr(RULES[rule]())]
+    return {**seen, "decisions": decisions(trace), "spikes": spikes, "rules": rules}
 
 
 def half(kind: str) -> Seen:

@@ -86,6 +86,7 @@ def test_a_step_on_gradient_1_is_the_learning_rate_on_growth_steps_too(window):
         assert engine.module.weight.item() == -number
         assert engine.get_global_grad_norm() == 1.0
     assert trace.summary().growths > 0
+    assert trace.policy == repr(engine.optimizer.scaler.policy)
 
 
 @settings(max_examples=25, deadline=None)

@@ -236,6 +236,7 @@ def test_an_attached_guard_decides_as_a_simulation(play: Play, ranks: int, kind:
     answers = play(ranks, f"guarded {kind} {rule}")
     for answer in answers:
         check(answer, CONFIGURED, rule, script())
+        assert answer["rules"] == [True, True]
         for _, culprits, of, value, limit in answer["spikes"]:
             assert value > limit
             assert of in ("loss", "grad_norm")

@@ -91,6 +91,37 @@ def test_a_step_of_an_adapter_is_a_step() -> None:
     assert Trace([plain]).framework is None
 
 
+def test_steps_of_pytorch_carry_the_rules_in_force() -> None:
+    policy, guard = Dynamic(growth_interval=7), SpikeGuard()
+    weight = torch.ones((), requires_grad=True)
+    optimizer, trace = torch.optim.SGD([weight], 0.1), Trace()
+    scaler = preamp.torch.GradScaler("cpu", policy=policy, guard=guard, on_step=trace)
+    scaler.scale(weight * 1.0).backward()
+    scaler.step(optimizer)
+    of_one = scaler.last_step_of(optimizer)
+    scaler.update()
+    assert of_one is not None
+    assert (of_one.policy, of_one.guard) == (policy, guard)
+    assert (trace.policy, trace.guard) == (repr(policy), repr(guard))
+    scaler.set_growth_interval(9)
+    assert trace.policy == repr(policy)
+    scaler.scale(weight * 1.0).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert trace.policy == repr(Dynamic(growth_interval=9))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_of_the_loss_scale_optimizer_carry_its_rules(fused: bool) -> None:
+    weight = torch.ones((), requires_grad=True)
+    inner = torch.optim.SGD([weight], 0.1, fused=fused)
+    optimizer = preamp.torch.LossScaleOptimizer(inner, policy=Static(8.0), guard=SpikeGuard())
+    optimizer.backward(weight * 1.0)
+    optimizer.step()
+    assert optimizer.last_step is not None
+    assert (optimizer.last_step.policy, optimizer.last_step.guard) == (Static(8.0), SpikeGuard())
+
+
 def test_a_framework_that_is_no_name_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text('{"preamp_trace": 1}\n{"framework": 3}\n')

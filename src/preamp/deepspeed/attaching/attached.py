@@ -45,6 +45,7 @@ from preamp.scaling import (
     spike_of,
     start,
     to_step,
+    with_rules,
 )
 from preamp.systems import deepspeed_config as config
 from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
@@ -367,7 +368,7 @@ class Attached:
         state = decision.state._replace(last_scale=scale, grad_norm=self._norm, steps=index + 1)
         step = to_step(state, loss=number, culprits=decision.culprits, framework="torch")
         assert step is not None  # index + 1 steps were taken
-        self.last_step = step
+        self.last_step = with_rules(step, self.policy, self.guard)
         self.overflow_log(step, self._attributes.overflows_left(state.policy_state))
         if self._skips is not None and state.guard is not None:
             self._skips.note(bool(state.guard.taken), bool(state.finite), "deepspeed", "torch")

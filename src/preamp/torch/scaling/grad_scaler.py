@@ -29,7 +29,7 @@ from preamp.checks import callable_or_none, is_number, level_of_caller, shown, t
 from preamp.errors import PolicyError, UsageError
 from preamp.guards import Guard
 from preamp.policy import Dynamic, Policy
-from preamp.scaling import Measured, ScalerState, Spike, Step, given_guard
+from preamp.scaling import Measured, ScalerState, Spike, Step, given_guard, with_rules
 from preamp.systems.arguments import warn_if_out_of_bounds
 from preamp.torch.nested import map_tensors
 from preamp.torch.scaling import launches
@@ -359,7 +359,7 @@ class GradScaler(torch.amp.GradScaler):
         """The latest `Step`. If its numbers are on a device, they are read now."""
         last: Any = self._last
         if isinstance(last, partial):
-            self._last = last = last()
+            self._last = last = with_rules(last(), self.policy, self.guard)
         step: Step | None = last
         return step
 
@@ -375,10 +375,10 @@ class GradScaler(torch.amp.GradScaler):
     def last_step_of(self, optimizer: OptimizerLike) -> Step | None:
         """Return one optimizer's part of the latest step; None if it took none."""
         state = self._per_optimizer_states.get(id(optimizer))
+        read: Callable[[], Step] | None = self._last_of.get(id(optimizer))
         if state is not None and state.measured is not None:
-            return step_of([state.measured], self._loss_scale.steps, None, self._losses.sum)
-        step = self._last_of.get(id(optimizer))
-        return step() if step else None
+            read = partial(step_of, [state.measured], self._loss_scale.steps, None, self._losses.sum)
+        return with_rules(read(), self.policy, self.guard) if read else None
 
     def scale(self, outputs: T) -> T:
         """Multiply by the scale: a tensor, or all tensors in lists, tuples, dicts and other iterables.
