@@ -528,7 +528,7 @@ def torch_scale_pinned_at_its_ceiling(seed: int) -> Trace:
     return torch_run(seed, policy=policy, loss=lambda a, y: 1e-6 * nn.functional.mse_loss(a, y), lr=5e4)
 
 
-@case("too low", "vanished", "never grew")
+@case("not scaled", "too low", "vanished", "never grew")
 def torch_static_scale_too_low(seed: int) -> Trace:
     return torch_run(seed, policy=Static(1.0), loss=lambda a, y: 1e-6 * nn.functional.mse_loss(a, y), lr=5e4)
 

@@ -755,7 +755,7 @@ def test_gradients_of_dead_units_need_no_higher_scale() -> None:
         return trace
 
     assert diagnose(with_outputs(32)).healthy
-    assert first(with_outputs(0)).kind == "too low"
+    assert first(with_outputs(0)).kind == "not scaled"
 
 
 def test_a_loss_of_zero_has_no_gradients_and_needs_no_scale() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from preamp import Dynamic, Reading, Static, Trace, guards, processes, simulate
 from preamp.cli.app import run
-from preamp.doctor import Diagnosis, diagnose
+from preamp.doctor import Diagnosis, Finding, diagnose
 
 LEVEL = [1.0 + 2.0 * math.exp(-step / 100.0) + 0.01 * (step % 7) for step in range(400)]
 
@@ -212,14 +212,20 @@ def test_a_higher_limit_is_not_advised_against_nan() -> None:
     assert "Most of these values are inf or NaN" in found.advice
 
 
-def test_a_run_without_loss_scaling_is_not_told_that_its_scale_could_be_higher() -> None:
-    def healthy(policy: Static) -> str:
-        (found,) = diagnose(simulate(policy, [False] * 400)).findings
-        assert found.kind == "healthy"
-        return found.sentence
+def test_a_run_without_loss_scaling_is_neither_called_well_nor_told_that_its_scale_could_be_higher() -> None:
+    def found(policy: Static, **about: str) -> Finding:
+        trace = Trace(simulate(policy, [False] * 400), policy=repr(policy), **about)
+        (only,) = diagnose(trace).findings
+        return only
 
-    assert "could be higher" not in healthy(Static(1.0))
-    assert "could be higher" in healthy(Static(2.0**10))
+    unscaled = found(Static(1.0))
+    assert (unscaled.kind, unscaled.severity) == ("not measured", "note")
+    assert "could be higher" not in unscaled.sentence
+    assert "round to zero in float16 is unknown" in unscaled.sentence
+    assert found(Static(1.0), precision="float32").kind == "healthy"
+    scaled = found(Static(2.0**10))
+    assert scaled.kind == "healthy"
+    assert "could be higher" in scaled.sentence
 
 
 def test_an_overflow_among_spikes_is_still_one() -> None:

@@ -229,6 +229,9 @@ def _healthy(record: Record) -> Finding:
     overflows = summary.skipped - summary.spikes
     if overflows >= OFTEN * summary.steps:
         return _too_few(overflows, summary.steps)
+    is_unscaled = summary.min_scale == summary.max_scale == 1.0 and not isinstance(record.policy, Moving)
+    if is_unscaled and record.headroom is None:
+        return _not_measured(record, overflows)
     low, high = power(summary.min_scale), power(summary.max_scale)
     moved = f"stayed at {low}" if low == high else f"moved between {low} and {high}"
     return Finding(
@@ -238,6 +241,21 @@ def _healthy(record: Record) -> Finding:
         f"{of_steps(overflows, summary.steps)} {_skipped_words(summary)} while it {moved}."
         f"{_headroom_words(record)}",
         numbers={"skipped": overflows, "steps": summary.steps, "headroom": record.headroom or 0},
+    )
+
+
+def _not_measured(record: Record, overflows: int) -> Finding:
+    """Say that nothing is known about a loss that was not scaled."""
+    name = record.band.name
+    return Finding(
+        kind="not measured",
+        severity="note",
+        sentence="The loss was not scaled (the scale was 1), and "
+        f"{of_steps(overflows, record.summary.steps)} {_skipped_words(record.summary)}. Whether small "
+        f"gradients round to zero in {name} is unknown without recorded peaks of gradients or snapshots.",
+        advice=f"If the model computes in {name}, use a loss scale. If not, say so: "
+        f'{record.code.trace}(precision="float32").',
+        numbers={"skipped": overflows, "steps": record.summary.steps},
     )
 
 
@@ -257,9 +275,6 @@ def _too_few(skipped: int, steps: int) -> Finding:
 
 def _headroom_words(record: Record) -> str:
     if record.headroom is None:
-        is_unscaled = record.summary.min_scale == record.summary.max_scale == 1.0
-        if is_unscaled and not isinstance(record.policy, Moving):
-            return ""
         return " Whether it could be higher is unknown without recorded peaks of gradients or snapshots."
     if record.headroom <= 0:
         return (

@@ -26,17 +26,18 @@ FIRST_TRY, HIGHEST_TRY = 2.0**16, 2.0**32
 def not_scaled(record: Record) -> Finding | None:
     """Find a low precision with little range and no loss scale."""
     about = record.trace.about
-    if record.policy is not None or any(scale != 1.0 for scale in record.scales) or any(record.skipped):
+    if any(scale != 1.0 for scale in record.scales) or any(record.skipped):
         return None
-    is_stated = about.get("policy", "") is None and about.get("precision") == record.band.name
-    may_be = (
-        "policy" not in about
-        and record.trace.policy is None
-        and about.get("precision", record.band.name) == record.band.name
-    )
-    if not (is_stated or (may_be and record.snapshots)) or needs_no_scale(record.band):
+    is_constant, precision = isinstance(record.policy, Static), about.get("precision", record.band.name)
+    if record.policy is not None and not (is_constant and _is_wasted(record)):
+        return None
+    is_stated = "precision" in about and (is_constant or about.get("policy", "") is None)
+    may_be = record.snapshots and (is_constant or "policy" not in about)
+    if precision != record.band.name or not (is_stated or may_be) or needs_no_scale(record.band):
         return None
     zeros, settings = median(record.zeros.finite() or [0.0]), _higher_start(record)
+    if "scale" in settings:  # of a constant 1, which is no choice of a rule
+        settings = {"init_scale": settings["scale"]}
     return Finding(
         kind="not scaled",
         severity=_severity(zeros, saves_something(record.snapshot)),
