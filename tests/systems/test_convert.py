@@ -365,6 +365,12 @@ def test_no_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("origin", "target", "out", "said"),
     [
         ("torhc", "deepspeed", "out.pt", "--from torhc is unknown. Write one of torch"),
+        (
+            "pytorch",
+            "deepspeed",
+            "out.pt",
+            "torch, tf_keras, megatron, jmp, apex",
+        ),  # without systems that save none
         ("torch", "depspeed", "out.pt", "--to depspeed is unknown. Write one of deepspeed"),
         (
             "torch",

@@ -249,7 +249,7 @@ def train(
         seeds: how many seeds to run.
         epochs: passes over the data. [as many as the task takes]
         steps: how many steps to train, instead of --epochs.
-        out_dir: the folder for report.html, summary.json and the traces.
+        out_dir: the folder for report.html, summary.json and, in a folder for each run, its trace.jsonl.
     """
     import preamp.report  # noqa: F401  # report a missing extra before the work, not after
     from preamp.cli.lab import data as tables
@@ -645,12 +645,15 @@ def convert(
     Args:
         source: a checkpoint of PyTorch, DeepSpeed, flax, Keras or TensorFlow, or JSON. No code in it is run.
         out_file: the .pt, .json or .msgpack file to write.
-        origin: the system that wrote the checkpoint; see preamp dialects.
+        origin: the system that wrote the checkpoint: torch, deepspeed, keras, tf-keras, flax or another
+            dialect with a file format; see preamp dialects.
         target: the system that will load it.
     """
     from preamp.systems.convert import convert as convert_file
 
-    done = convert_file(source, find_dialect("from", origin), out_file, find_dialect("to", target))
+    done = convert_file(
+        source, find_dialect("from", origin, saved=True), out_file, find_dialect("to", target, saved=True)
+    )
     counts = ", ".join(f"{name} {value:g}" for name, value in done.counts.items())
     counts += ", the guard's state" if done.guards else ""
     rest = f"Not carried: {', '.join(done.lost)}." if done.lost else "Nothing was lost."

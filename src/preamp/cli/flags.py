@@ -134,11 +134,11 @@ def find_policy(name: str) -> type[Policy[Any]] | Dialect[...]:
     return known[_key(name)]
 
 
-def find_dialect(flag: str, name: str) -> Dialect[...]:
-    """Return the dialect that a flag names, in any spelling."""
+def find_dialect(flag: str, name: str, saved: bool = False) -> Dialect[...]:
+    """Return the dialect that a flag names, in any spelling; one with a file format, if `saved`."""
     known = {_key(dialect): value for dialect, value in ALL.items()}
     if _key(name) not in known:
-        raise _unknown(flag, name, map(str.lower, ALL))
+        raise _unknown(flag, name, [key.lower() for key, value in ALL.items() if value.format or not saved])
     return known[_key(name)]
 
 

@@ -278,9 +278,9 @@ def _parts(result: object, has_aux: bool) -> tuple[Array, object]:
             )
         loss, aux = result
     if not isinstance(loss, Array | np.ndarray | np.generic | complex | float | int) or jnp.shape(loss):
-        raise UsageError(
-            f"the loss is {kind_of(loss)}, not a scalar. Write return jnp.mean(loss), or has_aux=True."
-        )
+        is_pair = isinstance(loss, tuple | list)
+        advice = "has_aux=True, if it is (loss, aux)" if is_pair else "return jnp.mean(loss)"
+        raise UsageError(f"the loss is {kind_of(loss)}, not a scalar. Write {advice}.")
     array = jnp.asarray(loss)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise UsageError(
