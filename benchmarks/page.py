@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rows import Row, markdown, summary
+from rows import Row, markdown, number, summary
 
 __all__ = ["RECORDED", "Run", "machine", "page", "read", "record", "versions"]
 
 RECORDED = Path(__file__).parent / "recorded"
+RELEASE_0_1 = RECORDED / "release_0.1"  # runs of its benchmarks, with the names that rows have now
+CHANGED = 1.03  # a smaller change of a ratio is not called one
 PACKAGES = (
     "preamp",
     "torch",
@@ -193,7 +195,7 @@ def page(runs: Sequence[Run]) -> str:
     Args:
         runs: from the oldest to the newest. If the newest is complete, the page also has the longer tables.
     """
-    parts = [*_head(runs), _kept("reading"), "\n".join(_overview(runs)), "## All rows"]
+    parts = [*_head(runs), _kept("reading"), "\n".join(_overview(runs)), *_since(runs), "## All rows"]
     full = not runs[-1].quick and all(any(map(one.shows, runs[-1].rows)) for one in SECTIONS)
     for section in SECTIONS:
         parts += _section(section, runs, full)
@@ -226,6 +228,44 @@ def _overview(runs: Sequence[Run]) -> Iterator[str]:
             yield f"| {title} | {' | '.join(map(str, found.values()))} |"
 
 
+def _since(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield how the ratios changed since 0.1, if its benchmarks ran on the day of the newest run.
+
+    They run as `PYTHONPATH=src python benchmarks/run.py --page FILE` in a worktree of commit ca8c6fd.
+    """
+    kept = RELEASE_0_1 / f"{runs[-1].began}.jsonl"
+    if runs[-1].quick or not kept.exists():
+        return
+    old = {_key(row): row for row in _read(kept.read_text().splitlines()).rows}
+    pairs = [(old[_key(row)], row) for row in runs[-1].rows if _key(row) in old]
+    worse = [(was, now) for was, now in pairs if _is_higher(now, was)]
+    better = sum(_is_higher(was, now) for was, now in pairs)
+    same = len(pairs) - better - len(worse)
+    yield "## Since 0.1"
+    yield _filled(
+        "The benchmarks of 0.1 were run again after the newest run, on the same machine. "
+        f"{len(pairs)} rows are in both. A ratio counts as changed if it differs by more than "
+        f"{CHANGED - 1:.0%} and the quartiles do not overlap: {better} are lower now, {same} are unchanged, "
+        f"and {len(worse)} are higher:"
+    )
+    head = ["| | 0.1 | now | job | compared with | unit |", "| --- | ---: | ---: | --- | --- | --- |"]
+    yield "\n".join([*head, *(_change(was, now) for was, now in worse)])
+    yield _kept("since_0.1")
+
+
+def _change(was: Row, now: Row) -> str:
+    ratios = f"{number(was.ratio)} | {number(now.ratio)}"
+    return f"| {now.verdict} | {ratios} | {now.area}: {now.what} | {now.against} | {now.unit} |"
+
+
+def _is_higher(one: Row, other: Row) -> bool:
+    return one.ratio > CHANGED * other.ratio and one.low > other.high
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return row.area, row.device, row.what, row.against, row.unit
+
+
 def _section(section: Section, runs: Sequence[Run], full: bool) -> Iterator[str]:
     lines = list(_lines(section, runs))
     if not lines:
@@ -253,9 +293,10 @@ def _lines(section: Section, runs: Sequence[Run]) -> Iterator[tuple[Row, ...]]:
     mark = section.guards or len(section.areas) > 1
     for run in runs:
         for row in filter(section.shows, run.rows):
-            key = (row.area, row.device, row.what, row.against, row.unit)
-            found.setdefault(key, []).append(replace(row, what=f"{row.area}: {row.what}") if mark else row)
-    newest = {(row.area, row.device, row.what, row.against, row.unit) for row in runs[-1].rows}
+            found.setdefault(_key(row), []).append(
+                replace(row, what=f"{row.area}: {row.what}") if mark else row
+            )
+    newest = set(map(_key, runs[-1].rows))
     yield from (tuple(rows) for key, rows in found.items() if key in newest)
 
 
