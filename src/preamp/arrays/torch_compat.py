@@ -61,17 +61,22 @@ amp_update_scale_ = torch._amp_update_scale_
 BatchNormBase = torch.nn.modules.batchnorm._NormBase
 
 
+# Whether a tensor that autograd's graph keeps can be looked at without running what unpacks it. In 2.13, and
+# not in 2.6.
+SHOWS_KEPT_TENSORS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+
+
 def running_statistics(node: Any) -> list[Tensor]:
     """Return the running statistics that a batch norm has just written, for its node of autograd's graph.
 
     A node that keeps its tensors through hooks has none: asking it would run a checkpoint's forward again.
-    `unpack_hook` and `data` of a kept tensor are there in 2.13, and not in 2.6. Without them, nobody is
-    warned of a batch norm that a skipped step has ruined, where the scaler was not given the model.
+    Without `SHOWS_KEPT_TENSORS` no node has any, and nobody is warned of a batch norm that a skipped step has
+    ruined, where the scaler was not given the model.
     """
-    if not getattr(node, "_saved_training", False):
+    if not SHOWS_KEPT_TENSORS or not getattr(node, "_saved_training", False):
         return []
     kept: list[Any] = [getattr(node, f"_raw_saved_{name}", None) for name in ("running_mean", "running_var")]
-    found = [one.data for one in kept if getattr(one, "unpack_hook", one) is None and hasattr(one, "data")]
+    found = [one.data for one in kept if one is not None and one.unpack_hook is None]
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
