@@ -1030,7 +1030,7 @@ def torch_infinite_target_once(seed: int) -> Trace:
     return torch_run(seed, data=spoil)
 
 
-@case("vanished", "too low", "never grew", "not learning", held_out=True)
+@case("not scaled", "vanished", "too low", "never grew", "not learning", held_out=True)
 def torch_saturated_sigmoids(seed: int) -> Trace:
     def deep() -> nn.Module:
         layers = [part for _ in range(12) for part in (nn.Linear(WIDTH, WIDTH), nn.Sigmoid())]

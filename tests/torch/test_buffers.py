@@ -292,10 +292,8 @@ def test_an_engine_warns_of_what_nothing_restores():
         trained(engine_of(net()), INF)
 
 
-UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
-
-
-@pytest.mark.parametrize("config", [{}, pytest.param(UNCHECKED, marks=HALF_ENGINE)])
+@HALF_ENGINE
+@pytest.mark.parametrize("config", [{}, {"bf16": {"enabled": True, "check_grad_overflow": False}}])
 def test_an_engine_refuses_to_restore_what_is_never_ruined(config):
     with pytest.raises(UsageError, match=r"no effect in (b?float\d\d) without a guard.* guard=SpikeGuard"):
         engine_of(net(), config, restore_buffers=True)

@@ -29,7 +29,7 @@ def not_scaled(record: Record) -> Finding | None:
     if any(scale != 1.0 for scale in record.scales) or any(record.skipped):
         return None
     is_constant, precision = isinstance(record.policy, Static), about.get("precision", record.band.name)
-    if record.policy is not None and not (is_constant and _is_wasted(record)):
+    if record.policy is not None and (not is_constant or not _is_wasted(record) or vanished(record)):
         return None
     is_stated = "precision" in about and (is_constant or about.get("policy", "") is None)
     may_be = record.snapshots and (is_constant or "policy" not in about)
