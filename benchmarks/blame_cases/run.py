@@ -25,14 +25,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 # The package's modules import each other by its name, so the imports after this line cannot come before it.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from blame_cases import Case, Harm, Healthy, harm  # noqa: E402
-from blame_cases.faults import CASES  # noqa: E402
-from blame_cases.healthy import HEALTHY  # noqa: E402
 
 TOP = 3
 SHOWN = 3  # rows that are shown of a result that missed
@@ -130,6 +126,11 @@ def main() -> None:
 def bench(framework: str) -> tuple[Sequence[Case], Sequence[Healthy]]:
     """Return the faults and the healthy steps of a framework."""
     if framework == "torch":
+        import torch
+
+        from blame_cases.faults import CASES
+        from blame_cases.healthy import HEALTHY
+
         torch.set_num_threads(1)
         return CASES, HEALTHY
     # XLA leaves out casts to low precision, unless it is told before it starts. Compiling takes the longest.
