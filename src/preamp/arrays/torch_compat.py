@@ -61,7 +61,7 @@ amp_update_scale_ = torch._amp_update_scale_
 BatchNormBase = torch.nn.modules.batchnorm._NormBase
 
 
-# Whether a tensor that autograd's graph keeps can be looked at without running what unpacks it. In 2.13, and
+# Whether a tensor that autograd's graph keeps can be looked at without running what unpacks it. In 2.10, and
 # not in 2.6.
 SHOWS_KEPT_TENSORS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
