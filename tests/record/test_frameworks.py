@@ -111,6 +111,23 @@ def test_steps_of_pytorch_carry_the_rules_in_force() -> None:
     assert trace.policy == repr(Dynamic(growth_interval=9))
 
 
+def test_a_disabled_scaler_records_each_step_once_and_has_no_rules() -> None:
+    weight = torch.ones((), requires_grad=True)
+    optimizer, trace = torch.optim.SGD([weight], 0.1), Trace()
+    scaler = preamp.torch.GradScaler("cpu", enabled=False, on_step=trace)
+    scaler.update()
+    for loss in (3.0, 4.0):
+        scaler.scale(weight * 0.0 + loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    scaler.update()
+    assert [(step.index, step.scale, step.skipped, step.loss) for step in trace] == [
+        (1, 1.0, False, 3.0),
+        (2, 1.0, False, 4.0),
+    ]
+    assert (trace.framework, trace.policy, trace.guard) == ("torch", None, None)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_of_the_loss_scale_optimizer_carry_its_rules(fused: bool) -> None:
     weight = torch.ones((), requires_grad=True)

@@ -82,6 +82,7 @@ from preamp.torch.scaling.ranks import Agreement, check_loss_group, number_of_ra
 from preamp.torch.scaling.shared_gradients import AlreadyUnscaled
 from preamp.torch.scaling.undo import Snapshot, init_optimizer_state, step_where
 
+R = TypeVar("R", bound="Step | None")
 T = TypeVar("T")
 MAX_DIVISOR = 2.0**100  # well below 2**126, above which a float32 reciprocal is subnormal, and flushed to 0
 
@@ -359,7 +360,7 @@ class GradScaler(torch.amp.GradScaler):
         """The latest `Step`. If its numbers are on a device, they are read now."""
         last: Any = self._last
         if isinstance(last, partial):
-            self._last = last = with_rules(last(), self.policy, self.guard)
+            self._last = last = self._with_rules(last())
         step: Step | None = last
         return step
 
@@ -378,7 +379,10 @@ class GradScaler(torch.amp.GradScaler):
         read: Callable[[], Step] | None = self._last_of.get(id(optimizer))
         if state is not None and state.measured is not None:
             read = partial(step_of, [state.measured], self._loss_scale.steps, None, self._losses.sum)
-        return with_rules(read(), self.policy, self.guard) if read else None
+        return self._with_rules(read()) if read else None
+
+    def _with_rules(self, step: R) -> R:
+        return with_rules(step, self.policy, self.guard) if self._enabled else step
 
     def scale(self, outputs: T) -> T:
         """Multiply by the scale: a tensor, or all tensors in lists, tuples, dicts and other iterables.
@@ -542,8 +546,12 @@ class GradScaler(torch.amp.GradScaler):
             ScaleExhausted: if the policy gives up. The scaler remains usable.
         """
         if not self._enabled:
+            step = None if self.on_step is None else self.last_step
+            is_new = step is not None and step.index == self._loss_scale.steps
             self._loss_scale.steps += 1
             self._losses.take()
+            if is_new:
+                self.on_step(step)  # type: ignore[misc, arg-type]  # there are both
             return
         if self._loss_scale.tensor is None:
             self._require_scale("update")
