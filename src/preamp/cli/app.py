@@ -369,7 +369,9 @@ def _read(path: Path) -> Trace:
         return read_trace(path)
     found = sorted(str(one) for one in path.rglob("*.jsonl"))
     if not found:
-        raise PreampError(f"{path} is a folder, and there is no trace in it. Write the file of a trace.")
+        raise PreampError(
+            f"{path} is a folder, and there is no trace in it. Write the path of a file, such as run.jsonl."
+        )
     more = f", or one of {len(found) - LISTED} more" if len(found) > LISTED else ""
     raise PreampError(f"{path} is a folder. Write its traces: {' '.join(found[:LISTED])}{more}")
 

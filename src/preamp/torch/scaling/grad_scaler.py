@@ -546,12 +546,12 @@ class GradScaler(torch.amp.GradScaler):
             ScaleExhausted: if the policy gives up. The scaler remains usable.
         """
         if not self._enabled:
-            step = None if self.on_step is None else self.last_step
-            is_new = step is not None and step.index == self._loss_scale.steps
             self._loss_scale.steps += 1
             self._losses.take()
-            if is_new:
-                self.on_step(step)  # type: ignore[misc, arg-type]  # there are both
+            if self.on_step is not None:
+                step = self.last_step
+                if step is not None and step.index == self._loss_scale.steps - 1:  # else no optimizer stepped
+                    self.on_step(step)
             return
         if self._loss_scale.tensor is None:
             self._require_scale("update")
