@@ -164,8 +164,8 @@ SECTIONS = (
     ),
     Section(
         "Policies",
-        "The share of gradient entries that `Headroom` flushes to zero in small trainings, divided by "
-        "another rule's share. Below the table are longer trainings with every rule and with constant "
+        "The share of gradient entries that `Headroom` flushes to zero in small training runs, divided by "
+        "another rule's share. Below the table are longer runs with every rule and with constant "
         "scales.",
         ("policies.py",),
         ("policies",),

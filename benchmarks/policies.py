@@ -1,4 +1,4 @@
-"""What `Headroom` flushes in small trainings, compared with other loss-scaling rules. Shares, not times.
+"""What `Headroom` flushes in small training runs, compared with other loss-scaling rules. Shares, not times.
 
 Run: python benchmarks/policies.py [--quick]. Reports; asserts nothing. `policy_tables.py` is longer.
 

@@ -130,13 +130,12 @@ class Machine:
     def try_extra(self, extra: str) -> None:
         """Install preamp with one extra, or none, and train."""
         environment = self.folder / "venv"
-        words = installing(extra)
+        words, exported = installing(extra)
         with self.measured(shlex.join(words), environment):
             self.run(self.python, "-m", "venv", str(environment))
             programs = environment / "bin"
             self.run(*words, "--quiet", "--disable-pip-version-check", first=programs)
-            backend = {"KERAS_BACKEND": "jax"} if extra == "keras" else {}
-            self.run("python", "-c", program(extra) if extra else ALONE, first=programs, **backend)
+            self.run("python", "-c", program(extra) if extra else ALONE, first=programs, **exported)
             brought = self.run("python", "-c", IMPORTABLE.format(names=sorted(FRAMEWORKS)), first=programs)
             if set(brought.split()) != BROUGHT[extra]:
                 raise Failed(f"brings {brought.split()}, not {sorted(BROUGHT[extra])}")
@@ -193,12 +192,13 @@ def printed_commands() -> list[list[str]]:
     return [line.partition("#")[0].split() for line in block.strip().splitlines()]
 
 
-def installing(extra: str) -> list[str]:
-    """Return the line that installs an extra, as its page has it."""
+def installing(extra: str) -> tuple[list[str], dict[str, str]]:
+    """Return the line that installs an extra, as its page has it, and the variables exported after it."""
     if not extra:
-        return ["pip", "install", "."]
+        return ["pip", "install", "."], {}
     page = (ROOT / "docs/start" / f"{extra}.md").read_text()
-    return shlex.split(page.split("```\n")[1])
+    command, *others = map(shlex.split, page.split("```\n")[1].splitlines())
+    return command, dict(word.split("=", 1) for name, word in others if name == "export")
 
 
 def program(extra: str) -> str:

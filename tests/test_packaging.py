@@ -103,7 +103,9 @@ def test_install_lines_work_in_a_clone() -> None:
         for asked in re.findall(r"'\.\[(.+?)\]'", text):
             assert {*asked.split(",")} <= {*extras}, (page, asked)
     for extra in fresh_machine.BROUGHT:
-        assert fresh_machine.installing(extra)[:2] == ["pip", "install"]
+        command, _ = fresh_machine.installing(extra)
+        assert command[:2] == ["pip", "install"]
+        assert len(command) == 3, command
 
 
 def make_environment(folder: Path, runs: dict[str, bool], *words: str) -> subprocess.CompletedProcess[str]:

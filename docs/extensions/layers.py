@@ -1,4 +1,4 @@
-"""The diagram of docs/architecture.md: the layers of packages that import-linter holds.
+"""The diagram of docs/architecture.md: the layers of packages that import-linter enforces.
 
 Names and layers are those of `[tool.importlinter]` in pyproject.toml. A box is coloured by what the files of
 its package import, and its tooltip is the first paragraph of the package's docstring.
@@ -135,7 +135,7 @@ def _imports(file: Path) -> Iterator[str]:
 
 
 def _files(package: str) -> list[Path]:
-    """Return the files of a package, that with its docstring first."""
+    """Return the files of a package, starting with the one that has its docstring."""
     folder = HOME / "src/preamp" / package
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
 

@@ -1,4 +1,4 @@
-"""Links that hold on a code host and in the built pages alike.
+"""Links that work both on a code host and in the built pages.
 
 On a code host README.md lies above docs/; here it is a page of its own, and so are a few more. Links between
 files are rewritten accordingly.

@@ -503,7 +503,7 @@ def blame(
         loss_scale: what the loss is multiplied by. Default: the scale of the step's GradScaler, or what
             dynamic loss scaling would arrive at.
         by: show a row for each operator and line, or for each module and pass; "+2" means that a row stands
-            for two more besides the worst.
+            for its worst call and two others.
         out_file: the report with all rows.
         json_file: where to write all rows as JSON.
     """
@@ -606,10 +606,10 @@ def check(
 ) -> int:
     """Measure what this machine can do in each precision, and say which one to use.
 
-    It compares products in each precision with float32, and tries a small training with autocast and loss
-    scaling, a fused optimizer and the compiler, in about ten seconds for each type of device. With --model it
-    also runs your own step in each precision, each in a new process from the same seed, and compares the
-    losses.
+    It compares matrix products in each precision with float32, and trains a small model with autocast and
+    loss scaling, a fused optimizer and the compiler, in about ten seconds for each type of device. With
+    --model it also runs your own step in each precision, each in a new process from the same seed, and
+    compares the losses.
 
     Args:
         framework: whose arithmetic to check.
@@ -647,8 +647,8 @@ def convert(
     Args:
         source: a checkpoint of PyTorch, DeepSpeed, flax, Keras or TensorFlow, or JSON. No code in it is run.
         out_file: the .pt, .json or .msgpack file to write.
-        origin: the system that wrote the checkpoint: torch, deepspeed, keras, tf-keras, flax or another
-            dialect with a file format; see preamp dialects.
+        origin: the system that wrote the checkpoint: torch, deepspeed, keras, tf-keras, flax, jmp,
+            megatron, nemo, apex, fairseq, deepspeed-fused or deepspeed-016.
         target: the system that will load it.
     """
     from preamp.systems.convert import convert as convert_file

@@ -162,7 +162,7 @@ class Bounded(Policy[S]):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Compat:
-    """Settings that imitate other systems. `preamp.dialects` uses them; a new training does not need them.
+    """Settings that imitate other systems. `preamp.dialects` uses them; a new run does not need them.
 
     Args:
         at_ceiling: "clamp" grows up to the ceiling; "refuse" does not grow beyond it at all.

@@ -80,7 +80,7 @@ class LogMax(Bounded[LogMaxState]):
     variance_steps: int = setting(1024, "the memory of the variance, in steps. A power of two, at most 4096.")
     settle_interval: int = setting(
         16,
-        "clean steps after an overflow before the scale returns to its aim. It returns to a sixteenth "
+        "clean steps after an overflow before the scale returns to its target. It returns to a sixteenth "
         "of it at once.",
     )
     search_interval: int = setting(

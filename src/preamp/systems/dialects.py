@@ -115,7 +115,7 @@ def TF_KERAS(
 
 @dialect(
     "DeepSpeed ZeRO 1-3, deepspeed 0.19.8",
-    "The first clean step is not counted; used-up hysteresis stays used up until the scale grows.",
+    "The first clean step is not counted; once used up, hysteresis is not restored until the scale grows.",
     formats.DEEPSPEED,
 )
 def DEEPSPEED(
@@ -405,7 +405,7 @@ def MINDSPORE(
     )
 
 
-@dialect("MindSpore amp.DynamicLossScaler, mindspore 2.10", "Takes whole factors only.")
+@dialect("MindSpore amp.DynamicLossScaler, mindspore 2.10", "Accepts only integer factors.")
 def MINDSPORE_AMP(
     *, scale_value: float = 2.0**24, scale_factor: int = 2, scale_window: int = 2000
 ) -> Policy[Any]:

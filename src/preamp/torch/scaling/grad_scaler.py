@@ -207,8 +207,8 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: clean steps in a row before the scale grows.
         enabled: False makes every method a no-op and `step` a plain `optimizer.step`, clipped if asked.
         policy: any preamp policy or dialect, instead of the four settings above.
-        on_step: called with a `Step` at the end of every `update` that ends a step, unless the scaler is
-            disabled. A `Trace` is such a callable. On an accelerator this costs one read a step.
+        on_step: called with a `Step` at the end of every `update` that ends a step, also with
+            `enabled=False`. A `Trace` is such a callable. On an accelerator this costs one read a step.
         process_group: the ranks that hold different gradients of one model (tensor, pipeline or fully
             sharded parallel), so that all of them skip together. DDP needs none, and DTensors have theirs.
         reduce: instead of a group, a function that sums a float64 tensor over ranks: of shape [2], for a
