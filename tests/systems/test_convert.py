@@ -552,6 +552,13 @@ def test_an_archive_of_something_else_is_refused(tmp_path: Path, capsys: pytest.
     refused(capsys, tmp_path / "in.zip", "torch", tmp_path / "out.json", "deepspeed")
 
 
+def test_help_names_every_system_with_a_format(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["convert", "--help"]) == 0
+    (listed,) = re.findall(r"wrote the checkpoint: (.+?)\.", " ".join(capsys.readouterr().out.split()))
+    named = {name.lower().replace("_", "-") for name, one in ALL.items() if one.format is not None}
+    assert {*re.split(", | or ", listed)} == named
+
+
 # What the origin does not save
 
 
