@@ -5,6 +5,7 @@ import torch
 
 from preamp.torch import autocast
 from preamp.torch.autocasting.rounding import rounded
+from tests.compilers import HAS_CXX
 
 from .regions import BRAIN, HALF, numbers
 
@@ -62,6 +63,7 @@ def test_under_transformations_of_functions():
     assert equal(graph(x), gradients(x))
 
 
+@pytest.mark.skipif(not HAS_CXX, reason="no C++ compiler")
 @pytest.mark.filterwarnings("ignore:Skipping serialization of skipfiles:UserWarning")  # PyTorch 2.6
 @pytest.mark.parametrize("low", [HALF, pytest.param(BRAIN, marks=pytest.mark.slow)])
 def test_inductor_does_not_drop_it(low):
