@@ -112,13 +112,11 @@ format: .venv/test.stamp
 	$(PIP) --editable '.[$*]'
 	touch $@
 
-# deepspeed builds against the torch that is there, without compiling its kernels. Triton lies beside the other
-# packages: PyTorch would import it after TensorFlow, which crashes the process.
+# deepspeed builds against the torch that is there, without compiling its kernels.
 .venv/test.stamp: .venv/train.stamp
 	$(PIP) --upgrade 'pip>=25.1' setuptools wheel ninja
 	$(PIP) --editable '.[torch,keras,tensorflow]' --group test
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
-	[ "$$(uname)" != Linux ] || $(PIP) --no-deps --target .venv/triton triton==3.7.1
 	touch $@
 
 clean:

@@ -24,7 +24,7 @@ from preamp.torch import GradScaler, LossScaleOptimizer
 
 MAX_NORM = 1.0
 ALONE, PYTORCH, MEMORY = "the optimizer alone", "torch.amp.GradScaler", "reading the gradients once"
-WRAPPER, WATCHED = "preamp's LossScaleOptimizer", "preamp, watched"
+WRAPPER = "preamp's LossScaleOptimizer"
 GUARDED, UNGUARDED = "preamp with SpikeGuard", "preamp without a guard"
 NEITHER, BEYOND = "neither scaling nor clipping", "ATen calls beyond the optimizer's"
 Shapes = list[tuple[int, ...]]
@@ -146,14 +146,9 @@ class Network:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         never = {"init_scale": 2.0**10, "growth_interval": 10**9}
         self.stock, self.ours = torch.amp.GradScaler(device, **never), GradScaler(device, **never)
-        self.watched = GradScaler(device, **never)
-        self.handle: Any = None
 
     def forward(self, name: str) -> None:
         """Make the loss for the next turn, whose time is that of backward and step."""
-        if self.handle:
-            self.handle.remove()
-        self.handle = self.watched.watch(self.optimizer) if name == WATCHED else None
         self.optimizer.zero_grad()
         self.loss = self.model(self.batch).square().mean()
 
@@ -172,11 +167,6 @@ class Network:
         self.ours.scale(self.loss).backward()
         self.ours.step(self.optimizer, max_norm=MAX_NORM)
         self.ours.update()
-
-    def watching(self) -> None:
-        self.watched.scale(self.loss).backward()
-        self.watched.step(self.optimizer, max_norm=MAX_NORM)
-        self.watched.update()
 
 
 class Calls(TorchDispatchMode):
@@ -282,14 +272,12 @@ def network(options: Options) -> Iterator[Row]:
     numbers = sum(parameter.numel() for parameter in net.model.parameters())
     works: dict[str, Work] = {
         "preamp": net.combined,
-        WATCHED: net.watching,
         PYTORCH: net.stock_clip,
         NEITHER: net.neither,
     }
     times = options.interleaved(works, before=net.forward)
     area, what = areas(options)[0], f"backward and step of a network of {numbers / 1e6:.1f}M parameters"
     yield from area.timed(f"{what}, clip", times, "preamp", [PYTORCH], [NEITHER])
-    yield from area.timed(f"{what}, clip, with watch()", times, WATCHED, [PYTORCH], [NEITHER])
 
 
 def measure(options: Options) -> Iterator[Row]:

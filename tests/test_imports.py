@@ -28,8 +28,8 @@ ROOMS = {module.name for module in pkgutil.iter_modules(preamp.__path__)}
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(preamp.__path__, "preamp.")
-    if not module.ispkg and module.name not in ("preamp.__main__", "preamp.torch.scaling.triton_kernels")
-]  # the last is for Triton, which only PyTorch for CUDA brings
+    if not module.ispkg and module.name != "preamp.__main__"
+]
 
 
 def source(name: str) -> str:

@@ -94,7 +94,7 @@ __all__ = [
     "simulate",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 # These modules are in other packages. With this, `import preamp.processes` finds them too.
 _modules.update({"preamp.casting": casting, "preamp.dialects": dialects, "preamp.processes": processes})

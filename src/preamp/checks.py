@@ -8,7 +8,7 @@ import struct
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar
 
@@ -39,6 +39,16 @@ def assign(settings: object, **values: object) -> None:
     """Set fields of a frozen dataclass from its `__post_init__`."""
     for name, value in values.items():
         object.__setattr__(settings, name, value)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first three of some names, and how many more there are.
+
+    >>> some_of(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
 def shown(value: object) -> str:

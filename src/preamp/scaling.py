@@ -75,13 +75,15 @@ class Step(NamedTuple):
         grad_norm: global L2 norm of the unscaled gradients.
         peak: the largest finite magnitude among the scaled gradients.
         zeros: the share of gradient entries that are exactly zero, from 0 to 1.
-        culprits: names of the parameters whose gradients were not finite, first in backward order. Compiled
-            steps of JAX, Keras and TensorFlow name none.
+        culprits: names of the parameters whose gradients were not finite, in backward order where it is
+            known. Compiled steps of JAX, Keras and TensorFlow name none.
         seconds: wall time of the step.
         buffers: names of module buffers, such as BatchNorm's running statistics, that were not finite after
             a skipped step.
         spike: why a guard skipped it; None for other steps.
         restored: those of `buffers` that have been restored and are finite again.
+        first_culprits: the one of `culprits` that backward reached first; of several ranks, that of each.
+            Empty where the order is not known, as of compiled code.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
@@ -98,6 +100,7 @@ class Step(NamedTuple):
     buffers: tuple[str, ...] = ()
     spike: Spike | None = None
     restored: tuple[str, ...] = ()
+    first_culprits: tuple[str, ...] = ()
 
     @property
     def reason(self) -> Literal["overflow", "spike"] | None:
@@ -437,6 +440,7 @@ def to_step(
     culprits: tuple[str, ...] = (),
     buffers: tuple[str, ...] = (),
     restored: tuple[str, ...] = (),
+    first_culprits: tuple[str, ...] = (),
     framework: Framework | None = None,
 ) -> Step | None:
     """Return the record of the last step; None before the first.
@@ -447,6 +451,7 @@ def to_step(
         culprits: as in `Step`.
         buffers: as in `Step`.
         restored: as in `Step`.
+        first_culprits: as in `Step`.
         framework: as in `Step`.
     """
     if not state.steps:
@@ -467,6 +472,7 @@ def to_step(
         buffers=buffers,
         spike=spike,
         restored=restored,
+        first_culprits=first_culprits,
     )
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import preamp.torch
-from preamp.errors import PolicyError, UsageError
+from preamp.errors import PolicyError
 from preamp.torch.scaling import grad_scaler
 from tests.torch.distributed_training import (
     BATCH,
@@ -353,21 +353,6 @@ def loss_scale_optimizer(*, spoilt: dict[str, float], **how: Any) -> Seen:
     return {"scales": scales, "skipped": skipped, "parameters": parameters, "updates": optimizer.iterations}
 
 
-def watching(kind: str) -> Seen:
-    """Ask to watch parameters of a kind; the error is what is seen."""
-    model: nn.Module = net()
-    if kind == "FSDP2":
-        fully_shard(model)
-    if kind == "FSDP1":
-        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        preamp.torch.GradScaler("cpu").watch(optimizer)
-    except UsageError as error:
-        return {"refused": str(error)}
-    return {"refused": None}
-
-
 class _Given(torch.autograd.Function):
     """A loss and a gradient that are given."""
 
@@ -446,7 +431,6 @@ SCENARIOS: dict[str, Callable[..., Seen]] = {
         split,
         sums_of_dtensors,
         tensor_parallel,
-        watching,
     )
 }
 

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preamp import Dynamic, Headroom, Histogram, LogMax, PolicyError, Static, Tolerant, Trace, dialects
 from preamp.errors import UsageError
 from preamp.torch import GradScaler
-from preamp.torch.scaling import launches
 
 from .pairs import INF, NAN, contents, give, make, ours, state_of, weights
 
@@ -49,8 +48,7 @@ POLICIES = {
     "log max": {"policy": LogMax(init_scale=2.0**10, settle_interval=2, search_interval=2)},
 }
 kinds = pytest.mark.parametrize("kind", list(OPTIMIZERS))
-# In Triton's interpreter, where `test_launches.py` runs this file too, a step takes several times as long.
-EXAMPLES = 40 if "cpu" in launches.DEVICE_TYPES else 150
+EXAMPLES = 150
 scripts = st.lists(st.sampled_from([1.0, 1.0, 1.0, INF, NAN]), min_size=1, max_size=10)
 
 

@@ -461,18 +461,6 @@ def test_the_optimizer_accumulates_and_clips_shards_as_one_process_does(two, how
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("plain", "2 ranks train together"),
-        ("FSDP2", "its parameters are DTensors"),
-        ("FSDP1", "its parameters are managed by FSDP"),
-    ],
-)
-def test_gradients_that_are_final_only_after_communication_cannot_be_watched(two, kind, reason):
-    assert all(reason in one["refused"] for one in two("watching", kind=kind))
-
-
 GUARDED: dict[str, tuple[dict[str, Any], int]] = {  # and how many all-reduces a step costs
     "DDP, whose gradients need none": ({"agree": None, "sharded": False}, 1),
     "shards, in the all-reduce of the norm": ({"agree": "world", "sharded": True}, 1),

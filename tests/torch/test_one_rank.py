@@ -8,22 +8,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from preamp import Headroom, PolicyError, UsageError
+from preamp import Headroom, PolicyError
 from preamp.torch import GradScaler, ShardedGradScaler
 from preamp.torch.scaling.gradient_stats import GradientMeter
 from preamp.torch.scaling.ranks import Agreement
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_single_rank_can_watch_what_is_no_dtensor():
-    weight = torch.nn.Parameter(torch.ones(2))
-    assert GradScaler("cpu").watch(torch.optim.SGD([weight]))
-    sharded = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
-    with pytest.raises(UsageError, match="are DTensors"):
-        GradScaler("cpu").watch(torch.optim.SGD([torch.nn.Parameter(sharded)]))
 
 
 @pytest.mark.usefixtures("one_rank")

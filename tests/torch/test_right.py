@@ -65,7 +65,7 @@ def test_nor_does_it_where_nothing_is_read(kind, scale):
     assert torch.equal(weight, torch.zeros(3))
 
 
-WAYS = ["step", "unscale_", "max_norm", "max_value", "watch", "capturable"]
+WAYS = ["step", "unscale_", "max_norm", "max_value", "capturable"]
 LARGEST = [(torch.float32, 3e38), (torch.float16, 6e4)]
 UNSEEN = ("SGD fused", "capturable", LARGEST[1])  # the kernel divides in float32: nothing overflows there
 
@@ -79,8 +79,6 @@ def test_an_overflow_that_unscaling_makes_is_caught(kind, way, largest):
     optimizer = make(kind, [weight], lr=1e-3)
     scaler = ours(init_scale=0.25, capturable=way == "capturable")
     give_gradient(scaler, weight, gradient)
-    if way == "watch":
-        scaler.watch(optimizer)
     if way == "unscale_":
         scaler.unscale_(optimizer)
     scaler.step(optimizer, **({way: 1.0} if way.startswith("max") else {}))

@@ -52,15 +52,13 @@ modes = pytest.mark.parametrize("options", [{}, {"capturable": True}], ids=str)
 @limits
 @ways
 @modes
-@in_one_test(unscales=[False, True], watched=[False, True], times=[1, 2])
+@in_one_test(unscales=[False, True], times=[1, 2])
 def test_a_step_that_is_tried_again_is_told_of_as_if_it_had_not_failed(
-    limits, kind, options, unscales, watched, times
+    limits, kind, options, unscales, times
 ):
     told, weights = [], []
     for fails in (False, True):
         run = Run(kind, **options)
-        if watched:
-            run.scaler.watch(run.optimizer)
         run.backward()
         if unscales:
             run.scaler.unscale_(run.optimizer)

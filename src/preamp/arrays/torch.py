@@ -28,6 +28,7 @@ DOT_DTYPES = (torch.float32, torch.float64)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 LONG_DTYPES = (torch.int32, torch.int64)  # integers of these can be too large for a float32
 KERNEL_DTYPES = (torch.float16, torch.float32, torch.float64)  # bfloat16 only on a CPU
+LEAST_SQUARED_NORM = 2.0**-100  # of less, terms may have underflowed in float32
 
 
 # ---- The functions of `Arrays` -----------------------------------------------------------------------------
@@ -132,14 +133,22 @@ class Gradients:
     meshes: list[Any] = field(default_factory=list)
     aliased: bool = False
 
-    def squared_norm(self) -> float:
-        """Return the squared L2 norm of this rank's share; inf or NaN if that is not finite.
+    def norm(self) -> float:
+        """Return the L2 norm of this rank's share; inf or NaN if an entry is, or if it is above 1.8e308.
 
-        It can overflow on finite gradients: float32 squares do above 1.8e19. See `exact_squared_norm`.
+        Squares are summed in the gradients' dtype, or in float32 if it is narrower. Where that overflows or
+        underflows they are summed again, of entries divided by the largest one.
         """
-        if self.shares is None:
-            return squared_norm(self.tensors)
-        return sum(share * squared_norm([t]) for share, t in zip(self.shares, self.tensors, strict=True))
+        squared = self._squared_norm(self.tensors)
+        if LEAST_SQUARED_NORM < squared < math.inf:
+            return math.sqrt(squared)
+        peaks = self.peaks()
+        if not all(map(math.isfinite, peaks)):
+            return math.inf
+        peak = max(peaks, default=0.0)
+        if peak == 0.0:
+            return 0.0
+        return math.sqrt(self._squared_norm([t.to(widest(t.device)) / peak for t in self.tensors])) * peak
 
     def are_finite(self) -> bool:
         """Return whether every entry on this rank is finite; less work than the norm."""
@@ -150,18 +159,8 @@ class Gradients:
             if flag.item():
                 return False
         others = [t for t in self.tensors if not t.is_cpu or _suits_dot(t)] if small else self.tensors
+        # A square can overflow where the entry is finite.
         return not others or math.isfinite(squared_norm(others)) or all(map(math.isfinite, self.peaks()))
-
-    def exact_squared_norm(self) -> float:
-        """Return the squared norm without overflow on the way; inf if an entry is not finite."""
-        peak = max(self.peaks(), default=0.0, key=lambda p: math.inf if math.isnan(p) else p)
-        if not math.isfinite(peak):
-            return math.inf
-        if peak == 0.0:
-            return 0.0
-        shares = self.shares or [1.0] * len(self.tensors)
-        parts = (squared_norm([t.to(widest(t.device)) / peak]) for t in self.tensors)
-        return sum(share * part for share, part in zip(shares, parts, strict=True)) * peak * peak
 
     def peaks(self) -> list[float]:
         """Return the largest magnitude in each gradient; NaN where it holds one."""
@@ -173,8 +172,23 @@ class Gradients:
         return self._of_each(largest)
 
     def norms(self) -> Tensor:
-        """Return the L2 norm of each gradient on this rank, of shape [gradients], unread."""
-        return self._of_each(lambda group: torch.stack(foreach_norm(group, 2.0, dtype=_wide(group[0]))))
+        """Return the L2 norm of each gradient on this rank, of shape [gradients], unread.
+
+        It is not finite only if an entry is not, or if the device's widest dtype does not hold it.
+        """
+        return self._of_each(norms)
+
+    def total_norm(self, each: Tensor) -> Tensor:
+        """Return the L2 norm of this rank's share, 0-dim, unread, from `norms()`."""
+        if self.shares is not None:
+            each = each * torch.tensor(self.shares, dtype=each.dtype, device=each.device).sqrt()
+        norm: Tensor
+        if all([_squares_fit(dtype, each.device) for dtype in {t.dtype for t in self.tensors}]):
+            norm = torch.linalg.vector_norm(each)
+        else:
+            unit = torch.where(each.amax() > 0.0, each.amax(), 1.0)
+            norm = torch.linalg.vector_norm(each / unit) * unit
+        return norm
 
     def entries(self) -> float:
         """Return how many entries are this rank's to count."""
@@ -204,6 +218,19 @@ class Gradients:
         fit = (peak / divisor <= limit for peak, limit in zip(self.peaks(), limits, strict=True))
         return 1.0 / divisor <= FLOAT32_MAX and all(fit)
 
+    def fit(self, peaks: Tensor, divisor: Tensor) -> Tensor:
+        """Return whether every entry is finite, and stays so when it is divided: a 0-dim boolean, unread.
+
+        Args:
+            peaks: the largest magnitude in each gradient.
+            divisor: 0-dim. Division is multiplication by its reciprocal.
+        """
+        limits: Any = torch.finfo(self.tensors[0].dtype).max
+        if any(t.dtype is not self.tensors[0].dtype for t in self.tensors):
+            limits = self._of_each(_limits)
+        fit: Tensor = (peaks * divisor.reciprocal().to(peaks.device) <= limits).all()
+        return fit
+
     def without(self, ids: set[int]) -> Gradients:
         """Return the gradients of the other parameters, given by their ids."""
         if not ids:
@@ -218,15 +245,21 @@ class Gradients:
 
     def _of_each(self, measure: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """Return one number of each gradient, measured in groups that are alike: of shape [gradients]."""
-        first = self.tensors[0].device
         groups = _alike(self.tensors)
-        if len(groups) == 1:
-            narrow = torch.float32 if self.tensors[0].dtype is not torch.float64 else widest(first)
-            return measure(self.tensors).to(first, narrow)
-        dtype = widest(first) if any(kind is torch.float64 for _, kind in groups) else torch.float32
-        parts = [measure([self.tensors[i] for i in group]).to(first, dtype) for group in groups.values()]
-        places = dict(zip(chain(*groups.values()), torch.cat(parts).unbind(), strict=True))
+        parts = [measure(_at(self.tensors, group)) for group in groups.values()]
+        first = self.tensors[0].device
+        dtype = widest(first) if any(part.dtype is torch.float64 for part in parts) else torch.float32
+        if len(parts) == 1:
+            return parts[0].to(first, dtype)
+        each = torch.cat([part.to(first, dtype) for part in parts])
+        places = dict(zip(chain(*groups.values()), each.unbind(), strict=True))
         return torch.stack([places[i] for i in range(len(places))])
+
+    def _squared_norm(self, tensors: Sequence[Tensor]) -> float:
+        """Return the squared L2 norm of this rank's share of `tensors`, which stand for the gradients."""
+        if self.shares is None:
+            return squared_norm(tensors)
+        return sum(share * squared_norm([t]) for share, t in zip(self.shares, tensors, strict=True))
 
 
 class HasParameters(Protocol):
@@ -296,13 +329,15 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(ends).abs().view(-1, 2).amax(1)
 
 
-def square(tensor: Tensor) -> Tensor:
-    """Return the squared L2 norm of one dense tensor, 0-dim, unread."""
-    if _suits_dot(tensor):
-        flat = tensor.view(-1)
-        return torch.dot(flat, flat)
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=_wide(tensor))
-    return norm.square()
+def norms(tensors: list[Tensor]) -> Tensor:
+    """Return the L2 norm of each of some tensors that are alike, unread, in the device's widest dtype."""
+    wide = widest(tensors[0].device)
+    if _squares_fit(tensors[0].dtype, tensors[0].device):
+        return torch.stack(foreach_norm(tensors, 2.0, dtype=wide))
+    peaks = largest(tensors).to(wide)
+    units = torch.where(peaks > 0.0, peaks, 1.0)
+    parts = [torch.linalg.vector_norm(t.to(wide) / unit) for t, unit in zip(tensors, units, strict=True)]
+    return torch.stack(parts) * units
 
 
 @torch.no_grad()
@@ -310,10 +345,12 @@ def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply in place; a tensor `factor` may lie on another device."""
     for (device, dtype), indices in _alike(tensors).items():
         number: Any = factor
-        if not isinstance(factor, Tensor) and dtype in HALF_DTYPES:  # or it is rounded to the half type
+        narrow = torch.float64 if dtype is torch.float64 else torch.float32
+        if isinstance(factor, Tensor):
+            number = factor.to(device, narrow)
+        elif dtype in HALF_DTYPES:  # or it is rounded to the half type
             number = torch.full((), factor, dtype=torch.float32, device=device)
-        on_device = number.to(device) if isinstance(number, Tensor) else number
-        foreach_mul_(_at(tensors, indices), on_device)
+        foreach_mul_(_at(tensors, indices), number)
 
 
 def unscale_(tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
@@ -479,6 +516,12 @@ def _suits_dot(tensor: Tensor) -> bool:
     )
 
 
-def _wide(tensor: Tensor) -> torch.dtype | None:
-    """Return the dtype to sum squares in: a half type's own would overflow at 256 squared."""
-    return torch.float32 if tensor.dtype in HALF_DTYPES else None
+def _squares_fit(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a device's widest dtype holds sums of squares of whatever a dtype holds."""
+    return math.sqrt(torch.finfo(widest(device)).max) > torch.finfo(dtype).max * 2.0**30
+
+
+def _limits(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest number that each of some tensors that are alike can hold."""
+    limit = torch.finfo(tensors[0].dtype).max
+    return torch.full((len(tensors),), limit, dtype=widest(tensors[0].device), device=tensors[0].device)

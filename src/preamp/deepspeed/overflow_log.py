@@ -12,12 +12,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from preamp.checks import positive, whole
+from preamp.checks import positive, some_of, whole
 from preamp.deepspeed.ranks import rank
 from preamp.scaling import Step
 
 LOGGER = logging.getLogger("preamp.deepspeed")
-NAMES = 3  # in a message; the record's `culprits` has all
 
 
 class OverflowLog:
@@ -101,11 +100,7 @@ class OverflowLog:
 
 def not_finite(culprits: Sequence[str]) -> str:
     """Return the first few of the parameters' names and how many more there are; nothing for none."""
-    return f"; not finite: {_first(culprits)}" if culprits else ""
-
-
-def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+    return f"; not finite: {some_of(culprits)}" if culprits else ""
 
 
 def _explained(step: Step, hysteresis_left: int | None) -> str:
@@ -113,7 +108,7 @@ def _explained(step: Step, hysteresis_left: int | None) -> str:
     if step.reason != "spike" or step.spike is None:
         return _move(step, hysteresis_left) + not_finite(step.culprits)
     of, value, limit = step.spike
-    largest = f"; largest: {_first(step.culprits)}" if step.culprits else ""
+    largest = f"; largest: {some_of(step.culprits)}" if step.culprits else ""
     return f"{of.replace('_', ' ')} {value:.6g}, limit {limit:.6g}; {_move(step, None)}{largest}"
 
 

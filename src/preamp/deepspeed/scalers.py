@@ -23,7 +23,7 @@ from preamp.errors import InexactScale, PolicyError, ScaleExhausted, UsageError
 from preamp.policy import Reading
 from preamp.scaling import Step
 from preamp.systems import dialects, formats
-from preamp.torch.scaling.culprits import culprits
+from preamp.torch.scaling.culprits import culprits, names
 from preamp.torch.scaling.ranks import WORLD, Agreement, number_of_ranks
 
 Parameters: TypeAlias = Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -191,7 +191,8 @@ class DynamicLossScaler(LossScalerBase):
         owner: Any = SimpleNamespace(param_groups=[group])
         gradients = gather(owner)
         finite = gradients.are_finite()
-        self._culprits = () if finite else culprits(owner, gradients.parameters, gradients.peaks(), {})
+        found = ((), ()) if finite else culprits(names(owner), gradients.parameters, gradients.peaks(), {})
+        self._culprits = found[0]
         return not finite
 
     @staticmethod

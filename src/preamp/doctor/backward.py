@@ -172,13 +172,14 @@ def _where_in_backward(record: Record, source: Origin | None) -> str:
 
 
 def first_parameter(record: Record) -> str:
-    """Name the parameter whose gradient was most often the first with inf or NaN; "" if unknown."""
-    for name, count in record.culprits.most_common(1):
+    """Name the parameter whose gradient was most often the first with inf or NaN, as far as that is known."""
+    for name, count in record.first_culprits.most_common(1):
         return (
             f" In backward, {name} was the first parameter with inf or NaN in {count:,} of "
-            f"{record.culprits.total():,} skipped steps."
+            f"{record.first_culprits.total():,} skipped steps."
         )
-    return ""
+    names = ", ".join(name for name, _ in record.culprits.most_common(3))
+    return f" In backward, inf or NaN reached {names}; the order is not known." if names else ""
 
 
 def exploding(record: Record) -> Finding | None:

@@ -372,19 +372,25 @@ class Record:
 
     @cached_property
     def culprits(self) -> Counter[str]:
-        """The number of skipped steps in which each parameter was the first to overflow.
+        """The number of skipped steps in which each parameter's gradient was not finite.
 
         Steps whose loss was inf or NaN do not count: all their gradients are not finite because of it.
         """
         return self.culprits_from(0)
 
-    def culprits_from(self, place: int) -> Counter[str]:
+    @cached_property
+    def first_culprits(self) -> Counter[str]:
+        """The number of these steps in which each was the first, of those whose order is known."""
+        return self.culprits_from(0, "first_culprits")
+
+    def culprits_from(self, place: int, field: str = "culprits") -> Counter[str]:
         """Return `culprits` of the steps from a place on."""
-        steps = zip(self.skipped, self._kept("culprits"), self._kept("loss"), strict=True)
+        steps = zip(self.skipped, self._kept(field), self._kept("loss"), strict=True)
         return Counter(
-            names[0]
+            name
             for skipped, names, loss in islice(steps, place, None)
-            if skipped and names and (loss is None or math.isfinite(loss))
+            if skipped and (loss is None or math.isfinite(loss))
+            for name in names
         )
 
     def is_lost(self, snapshot: Snapshot) -> bool:

@@ -118,7 +118,7 @@ def overflowed(record: Record) -> Finding | None:
         if (row := snapshot.first_overflow) and (row.direction == "forward" or not record.is_lost(snapshot))
     )
     modules = Counter[tuple[str, str]]()
-    for name, count in record.culprits.items():
+    for name, count in record.first_culprits.items():
         modules[name.rpartition(".")[0] or name, ""] += count
     counts = rows or modules
     if not counts:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from preamp.checks import callable_or_none, level_of_caller
+from preamp.checks import callable_or_none, level_of_caller, some_of
 from preamp.errors import PolicyError, ScaleExhausted, UsageError
 from preamp.keras.inner import BaseLossScaleOptimizer
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer, arrays
@@ -208,8 +208,9 @@ class TraceCallback(keras.callbacks.Callback):
                 if self.restore_buffers
                 else "Write TraceCallback(restore_buffers=True), which restores them."
             )
+            where = some_of([variable.path for variable in remaining])
             warnings.warn(
-                f"a step was skipped, and its forward pass left inf or NaN in {_listed(remaining)}: "
+                f"a step was skipped, and its forward pass left inf or NaN in {where}: "
                 f"predictions are NaN, and so are weights that are saved now. {instead}",
                 stacklevel=level_of_caller("keras", "tensorflow"),
             )
@@ -370,9 +371,3 @@ def _added(before: float, after: float) -> float | None:
     if before and math.isfinite(added) and abs(added) * TOLERANCE < EPSILON * max(abs(before), abs(after)):
         return None
     return added
-
-
-def _listed(variables: list[Any]) -> str:
-    names = [variable.path for variable in variables[:3]]
-    more = len(variables) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "")

@@ -14,7 +14,7 @@ from preamp.scaling import Spike, Step
 
 FIELDS: Final = Step._fields
 OPTIONAL: Final = ("new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
-NAMES: Final = ("culprits", "buffers", "restored")
+NAMES: Final = ("culprits", "buffers", "restored", "first_culprits")
 FINITE, SKIPPED = 1, 2
 KNOWN: Final = tuple(4 << place for place in range(len(OPTIONAL)))  # bits, set where the value is not None
 Names: TypeAlias = tuple[str, ...]
@@ -36,6 +36,7 @@ class StepColumns:
         self.buffers: dict[int, Names] = {}
         self.spike: dict[int, Spike] = {}
         self.restored: dict[int, Names] = {}
+        self.first_culprits: dict[int, Names] = {}
         self._interned: dict[Names, Names] = {}  # the same parameters are usually culprits many times
 
     def __len__(self) -> int:
@@ -58,6 +59,7 @@ class StepColumns:
             buffers,
             spike,
             restored,
+            first_culprits,
         ) = row
         place, flags = len(self.flags), FINITE * finite + SKIPPED * skipped
         try:
@@ -79,6 +81,8 @@ class StepColumns:
             self.spike[place] = spike
         if restored:
             self.restored[place] = self._interned.setdefault(restored, restored)
+        if first_culprits:
+            self.first_culprits[place] = self._interned.setdefault(first_culprits, first_culprits)
         self.scale.append(scale)
         self.flags.append(flags)
 
@@ -104,12 +108,13 @@ class StepColumns:
             self.buffers.get(place, ()),
             self.spike.get(place),
             self.restored.get(place, ()),
+            self.first_culprits.get(place, ()),
         )
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
         """Return all rows, first to last."""
         culprits, buffers, spike = self.culprits.get, self.buffers.get, self.spike.get
-        restored = self.restored.get
+        restored, first_culprits = self.restored.get, self.first_culprits.get
         numbers = zip(self.flags, self.index, self.scale, *map(self.values, OPTIONAL), strict=False)
         for place, (flags, index, scale, new_scale, loss, grad_norm, peak, zeros, seconds) in enumerate(
             numbers
@@ -129,6 +134,7 @@ class StepColumns:
                 buffers(place, ()),
                 spike(place),
                 restored(place, ()),
+                first_culprits(place, ()),
             )
 
     def values(self, name: str) -> Iterator[Any]:
@@ -158,7 +164,7 @@ class StepColumns:
         columns: tuple[MutableSequence[Any], ...] = (self.index, self.scale, self.flags, *self.optional)
         for column in columns:
             del column[length:]
-        rare_ones: tuple[dict[int, Any], ...] = (self.culprits, self.buffers, self.spike, self.restored)
+        rare_ones: list[dict[int, Any]] = [self.spike, *[getattr(self, name) for name in NAMES]]
         for rare in rare_ones:
             for place in [place for place in rare if place >= length]:
                 del rare[place]

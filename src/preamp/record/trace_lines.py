@@ -79,7 +79,7 @@ def row_of(step: tuple[Any, ...]) -> Row:
         and type(finite) is bool is type(skipped)
         and rest[5] == () == rest[7]
         and rest[8] is None
-        and rest[9] == ()
+        and rest[9] == () == rest[10]
         and PLAIN.issuperset(map(type, rest[:5]))
         and PLAIN.issuperset((type(rest[6]),))
         and (rest[0] is None or rest[0] >= 0.0)
@@ -234,9 +234,10 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
         and type(scale) is float
         and (finite is True or finite is False)
         and (skipped is True or skipped is False)
-        and len(entry) == 14 - values.count(None)  # nothing unknown and no null
+        and len(entry) == len(FIELDS) - values.count(None)  # nothing unknown and no null
         and values[9] is None is values[11]
         and values[12] is None is values[13]
+        and values[14] is None
         and PLAIN.issuperset(map(type, rest))
         and index >= 0
         and scale >= 0.0
@@ -253,7 +254,7 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
         if problem:
             raise TraceError(f"{path}, line {number}: {problem}.")
         return row
-    return (*values[:9], (), values[10], (), None, ())
+    return (*values[:9], (), values[10], (), None, (), ())
 
 
 def _problem(entry: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ SIZE_VARIABLES: Final = {"RANK": "WORLD_SIZE", "OMPI_COMM_WORLD_RANK": "OMPI_COM
 # all names of culprits and buffers; a buffer is restored if it is on every rank that names it.
 LARGEST: Final = 6, 7, 10
 MEANS: Final = 5, 8
-NAMES: Final = 9, 11
+NAMES: Final = 9, 11, 14
 BUFFERS, SPIKE, RESTORED = 11, 12, 13
 SCALE, SKIPPED = 1, 3
 

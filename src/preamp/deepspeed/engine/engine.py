@@ -357,7 +357,11 @@ class Engine(nn.Module):
         """Count an update, clear its gradients, step the schedule if it was applied, and report it."""
         step = optimizer.last_step
         assert step is not None  # `optimizer.step` was called
-        step = step._replace(index=self.global_steps, culprits=self._named(optimizer, step.culprits))
+        step = step._replace(
+            index=self.global_steps,
+            culprits=self._named(optimizer, step.culprits),
+            first_culprits=self._named(optimizer, step.first_culprits),
+        )
         self.last_step, self._step_applied = step, not step.skipped
         self._norm = math.inf if not step.finite else step.grad_norm if norm is None else norm
         self._begin_update()

@@ -54,7 +54,7 @@ class Buffers:
                 f"model={shown(model)} is not a torch.nn.Module. Write model=model, or leave it out."
             )
         self.restores = restores
-        self._model = model
+        self.model = model
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._constant: set[str] = set()
         self._kept: dict[str, Tensor] = {}
@@ -113,7 +113,7 @@ class Buffers:
         """Find the buffers that the model has now: modules may have been added or replaced."""
         owners = {
             f"{prefix}.{name}" if prefix else name: (module, name)
-            for prefix, module in self._model.named_modules()
+            for prefix, module in self.model.named_modules()
             for name in module._buffers
         }
         known, self._owners = self._owners, owners

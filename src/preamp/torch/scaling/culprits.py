@@ -1,22 +1,37 @@
-"""Which parameter went non-finite first: names, and the order in which backward reaches them."""
+"""Which parameters were not finite: their names, and the order in which backward reaches them."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from preamp.torch.scaling.optimizers import OptimizerLike
 
+COMPILED = "CompiledFunctionBackward"  # the node of a graph that torch.compile has made
 
-def names(optimizer: OptimizerLike) -> dict[int, str]:
+
+class Culprits(NamedTuple):
+    """Parameters whose gradients were not finite.
+
+    Attributes:
+        names: of all of them.
+        first: of the one that backward reached first; empty where the order is not known.
+    """
+
+    names: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+
+
+def names(optimizer: OptimizerLike, model: nn.Module | None = None) -> dict[int, str]:
     """Return what to call each parameter, by its `id`.
 
-    An optimizer made with `model.named_parameters()` has its parameters' names; for any other the name is
-    the expression that leads to the parameter, such as `param_groups[0]['params'][3]`.
+    Those of the model have its names. Of the others an optimizer knows the names if it was made with
+    `named_parameters()`; else the name is the expression that leads to the parameter, such as
+    `param_groups[0]['params'][3]`.
     """
     named: dict[int, str] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -24,16 +39,18 @@ def names(optimizer: OptimizerLike) -> dict[int, str]:
         for index, parameter in enumerate(group["params"]):
             expression = f"param_groups[{number}]['params'][{index}]"
             named[id(parameter)] = known[index] if index < len(known) else expression
+    if model is not None:
+        named |= {id(parameter): name for name, parameter in model.named_parameters()}
     return named
 
 
 def culprits(
-    optimizer: OptimizerLike, parameters: Sequence[Tensor], sizes: Iterable[float], order: dict[int, int]
-) -> tuple[str, ...]:
-    """Return the names of the parameters whose gradients are not finite, first in backward order.
+    named: dict[int, str], parameters: Sequence[Tensor], sizes: Iterable[float], order: dict[int, int]
+) -> Culprits:
+    """Return the parameters whose gradients are not finite, first in backward order.
 
     Args:
-        optimizer: the owner of the parameters.
+        named: what `names` returned.
         parameters: those that have a gradient.
         sizes: the norm or peak of each of these gradients.
         order: when backward reaches a parameter, by its `id`, from `backward_order`. Parameters that are
@@ -41,24 +58,23 @@ def culprits(
     """
     found = [index for index, size in enumerate(sizes) if not math.isfinite(size)]
     found.sort(key=lambda index: (order.get(id(parameters[index]), len(order)), -index))
-    named = names(optimizer)
-    return tuple(named[id(parameters[index])] for index in found)
+    listed = tuple(named[id(parameters[index])] for index in found)
+    is_known = len(found) == 1 or all(id(parameters[index]) in order for index in found)
+    return Culprits(listed, listed[:1] if is_known else ())
 
 
-def largest(
-    optimizer: OptimizerLike, parameters: Sequence[Tensor], sizes: Iterable[float]
-) -> tuple[str, ...]:
-    """Return the names of the parameters with the largest shares of the norm, largest first.
+def largest(named: dict[int, str], parameters: Sequence[Tensor], sizes: Iterable[float]) -> Culprits:
+    """Return the parameters with the largest shares of the norm, largest first.
 
     They make up half of the squared norm together, and are at most three.
 
     Args:
-        optimizer: the owner of the parameters.
+        named: what `names` returned.
         parameters: those that have a gradient.
         sizes: the norm of each of these gradients, all finite.
     """
-    named = names(optimizer)
-    return largest_of([named[id(parameter)] for parameter in parameters], [size * size for size in sizes])
+    listed = [named[id(parameter)] for parameter in parameters]
+    return Culprits(largest_of(listed, [size * size for size in sizes]))
 
 
 def largest_of(named: Sequence[str], squares: Sequence[float]) -> tuple[str, ...]:
@@ -77,9 +93,12 @@ def largest_of(named: Sequence[str], squares: Sequence[float]) -> tuple[str, ...
 def backward_order(root: Any) -> dict[int, int]:
     """Return when backward from a node reaches each parameter: 0, 1, ... by the parameter's `id`.
 
-    As autograd does, of the nodes whose inputs are complete the one that was made last goes first.
+    As autograd does, of the nodes whose inputs are complete the one that was made last goes first. It is
+    empty where compiled code is in the graph, which is one node and keeps its order to itself.
     """
     waiting = _uses(root)
+    if any(type(node).__name__ == COMPILED for node in waiting):
+        return {}
     order: dict[int, int] = {}
     ready, count = [(-root._sequence_nr(), 0, root)], 0
     while ready:

@@ -12,7 +12,7 @@ import math
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -25,17 +25,23 @@ from torch.amp.grad_scaler import OptState
 from preamp.arrays import torch as arithmetic
 from preamp.arrays.torch import Gradients, Stamp, gather
 from preamp.arrays.torch_devices import check_device, is_capturing, widest
-from preamp.checks import callable_or_none, is_number, level_of_caller, shown, to_float32
+from preamp.checks import (
+    FLOAT32_MAX,
+    callable_or_none,
+    is_number,
+    level_of_caller,
+    shown,
+    some_of,
+    to_float32,
+)
 from preamp.errors import PolicyError, UsageError
 from preamp.guards import Guard
 from preamp.policy import Dynamic, Policy
-from preamp.scaling import Measured, ScalerState, Spike, Step, given_guard, with_rules
+from preamp.scaling import Measured, Spike, Step, given_guard, with_rules
 from preamp.systems.arguments import warn_if_out_of_bounds
 from preamp.torch.nested import map_tensors
-from preamp.torch.scaling import launches
-from preamp.torch.scaling.backward_norms import BackwardNorms
 from preamp.torch.scaling.buffers import Buffers, Ruined, some_are_ruined, statistics_in
-from preamp.torch.scaling.culprits import backward_order, culprits, largest
+from preamp.torch.scaling.culprits import Culprits, backward_order, culprits, largest, names
 from preamp.torch.scaling.gradient_stats import (
     Found,
     GradientMeter,
@@ -43,10 +49,10 @@ from preamp.torch.scaling.gradient_stats import (
     Losses,
     MeasuredGradients,
     Number,
+    all_true,
     gradient_stats,
     mean_in,
     measured_of,
-    recorded,
     step_of,
 )
 from preamp.torch.scaling.guarding import (
@@ -213,11 +219,11 @@ class GradScaler(torch.amp.GradScaler):
             sharded parallel), so that all of them skip together. DDP needs none, and DTensors have theirs.
         reduce: instead of a group, a function that sums a float64 tensor over ranks: of shape [2], for a
             policy that uses gradient statistics [282]. On a device without float64, such as MPS, it is
-            float32.
+            float32, and one longer.
         capturable: never synchronize with the device: for `torch.compile(fullgraph=True)` and CUDA graphs.
             The state stays on the device, and `last_step` is copied from there when it is read. A step that
             must not happen is undone with `torch.where`, unless the optimizer is fused. Take one step before
-            capturing a graph: only Triton kernels that have run can be captured.
+            capturing a graph.
         model: the model whose buffers are checked after a skipped step: an overflow in forward reaches
             BatchNorm's running statistics before the step can be skipped. `last_step.buffers` names those
             that are not finite; on an accelerator without `on_step`, at the time when it is read. Costs
@@ -313,10 +319,9 @@ class GradScaler(torch.amp.GradScaler):
         # Not PyTorch's __init__: the scale and its counts live in `_loss_scale`.
         self._buffers = _buffers_of(model, restore_buffers, capturable)
         self.on_step = on_step
-        # Any: an OptimizerState, where PyTorch has dicts.
-        self._per_optimizer_states: defaultdict[int, Any] = defaultdict(_new_state)
-        self._last: partial[Step] | partial[Step | None] | Step | None = None  # a partial reads it
-        self._last_of: dict[int, Callable[[], Step]] = {}  # by the ids of optimizers, since the last update
+        self._states: defaultdict[int, OptimizerState] = defaultdict(_new_state)  # by the optimizer's id
+        self._last: partial[Step | None] | Step | None = None  # a partial reads it
+        self._last_of: dict[int, Callable[[], Step | None]] = {}  # by the id, since the last update
         self._losses = Losses()
         self._losses.keeps_in_graphs = self._guarding is not None and self._guarding.uses_loss
         self._already = AlreadyUnscaled()  # gradients of parameters that several optimizers share
@@ -351,7 +356,7 @@ class GradScaler(torch.amp.GradScaler):
     def policy_state(self) -> Any:
         """The policy's state in floats. If it is on a device, it is read.
 
-        On a device without Triton, a `bad` that the rule does not use stays as it is.
+        On a device a `bad` that the rule does not use stays as it is.
         """
         return self._loss_scale.floats()
 
@@ -375,8 +380,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def last_step_of(self, optimizer: OptimizerLike) -> Step | None:
         """Return one optimizer's part of the latest step; None if it took none."""
-        state = self._per_optimizer_states.get(id(optimizer))
-        read: Callable[[], Step] | None = self._last_of.get(id(optimizer))
+        state = self._states.get(id(optimizer))
+        read: Callable[[], Step | None] | None = self._last_of.get(id(optimizer))
         if state is not None and state.measured is not None:
             read = partial(step_of, [state.measured], self._loss_scale.steps, None, self._losses.sum)
         return self._with_rules(read()) if read else None
@@ -414,18 +419,18 @@ class GradScaler(torch.amp.GradScaler):
             UsageError: as `step`, if the scale was changed after the loss was scaled.
         """
         if self._enabled:
-            state = self._unscale_checked(optimizer)
-            if self._guarding is not None and self._guarding.uses_norm:
-                self._measure_unscaled(optimizer, state)
+            self._unscale_checked(optimizer, norm=True)
 
-    def _unscale_checked(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
-        """Unscale gradients, after the checks that `unscale_` documents."""
+    def _unscale_checked(self, optimizer: torch.optim.Optimizer, *, norm: bool = False) -> None:
+        """Unscale gradients, after the checks that `unscale_` documents; take their norm if it is wanted."""
         self._require_scale("unscale_")
         state = self._state_of(optimizer)
         if state.stage is OptState.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update(). Call it once "
-                "for each optimizer and iteration, after the last backward(), and scaler.update() at the end."
+                "for each optimizer and iteration, after the last backward(), and update() at the end. For "
+                "an optimizer that evaluates the loss several times, such as SAM or LBFGS, write "
+                "scaler.step(optimizer, closure), where the closure scales the loss."
             )
         if state.stage is OptState.STEPPED:
             raise RuntimeError(
@@ -433,22 +438,7 @@ class GradScaler(torch.amp.GradScaler):
                 "backward() and scaler.step(optimizer), and scaler.update() at the end of each iteration."
             )
         self._refuse_other_scale(optimizer, state)
-        self._unscale(optimizer, state)
-        return state
-
-    def watch(self, optimizer: torch.optim.Optimizer) -> BackwardNorms:
-        """Compute each gradient's norm in backward, right after it is written, so `step` need not read it.
-
-        This is for `max_norm`. Call it once, after the optimizer has all its parameters. A gradient that is
-        written to afterwards is measured again; only writes through `.data` or NumPy go unnoticed.
-
-        Returns:
-            A handle whose `remove()` stops it.
-
-        Raises:
-            UsageError: where gradients are final only after communication (DDP, FSDP, DTensor).
-        """
-        return self._meter.watch(optimizer, peaks=bool(self.policy.needs))
+        self._unscale(optimizer, state, norm=norm)
 
     def step(
         self,
@@ -555,21 +545,14 @@ class GradScaler(torch.amp.GradScaler):
             return
         if self._loss_scale.tensor is None:
             self._require_scale("update")
-        steps: dict[int, MeasuredGradients] = {}
-        for key, state in self._per_optimizer_states.items():
-            if state.found_inf_per_device:  # it was unscaled or has stepped
-                steps[key] = state.measured or self._measured_by_flags(state)
+        steps = self._measured_steps()
         if new_scale is None and not steps:
-            raise AssertionError(_nothing_checked(self._per_optimizer_states.values()))
+            raise AssertionError(_nothing_checked(self._states.values()))
         if new_scale is not None:
             before, scale = self._known_scale(), self._scale_by_hand(new_scale)
             set_scale(self._loss_scale, scale)
             self._note_change("scaler.update(new_scale)", before)
-            if steps:
-                self._loss_scale.steps += 1
-                if self._guarding is not None:
-                    self._guarding.commit()
-            self._finish(steps, self._loss_scale.snapshot())
+            self._end(steps)
         else:
             self._advance(steps)
 
@@ -661,7 +644,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         if not torch.compiler.is_compiling() and id(optimizer) not in self._inspected:
             self._inspect(optimizer)
-        state: OptimizerState = self._per_optimizer_states[id(optimizer)]
+        state: OptimizerState = self._states[id(optimizer)]
         state.optimizer = optimizer
         supports = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         state.fused = supports and isinstance(optimizer, torch.optim.Optimizer)
@@ -677,7 +660,7 @@ class GradScaler(torch.amp.GradScaler):
             warn_of_small_eps(optimizer, range(len(optimizer.param_groups)), instead)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._per_optimizer_states:
+        if self._states:
             raise AssertionError(
                 "A GradScaler instance may only be pickled at the beginning "
                 "of an iteration, or at the end after scaler.update()."
@@ -687,6 +670,17 @@ class GradScaler(torch.amp.GradScaler):
         return {**self.__dict__, **read, "_loss_scale": self._loss_scale.without_tensors()}
 
     # Private names of PyTorch's class that subclasses and other libraries use.
+
+    @property
+    def _per_optimizer_states(self) -> defaultdict[int, Any]:  # where PyTorch has dicts
+        return self._states
+
+    @_per_optimizer_states.setter
+    def _per_optimizer_states(self, states: Mapping[int, Any]) -> None:
+        """End the iteration: PyTorch's `update`, whose body subclasses copy, ends by replacing the states."""
+        steps = self._measured_steps()
+        self._loss_scale.adopt()  # the scale that was written
+        self._end(steps)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         return self._require_scale(funcname), self._loss_scale.tracker  # type: ignore[return-value]
@@ -739,7 +733,9 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: OptimizerLike, optimizer_state: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        return optimizer.step(*args, **kwargs) if optimizer_state.measured.taken else None
+        measured = optimizer_state.measured  # None in a subclass with PyTorch's own `step`
+        taken = _flags_are_clear(optimizer_state) if measured is None else measured.taken
+        return optimizer.step(*args, **kwargs) if taken else None
 
     @torch.no_grad()
     def _unscale_grads_(
@@ -751,7 +747,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         gradients = gather(optimizer)
         if gradients.meshes:
-            self._per_optimizer_states[id(optimizer)].meshes = gradients.meshes
+            self._states[id(optimizer)].meshes = gradients.meshes
         done = self._already.among(gradients)
         tensors = gradients.tensors
         if done:
@@ -760,10 +756,13 @@ class GradScaler(torch.amp.GradScaler):
         found = arithmetic.unscale_(tensors, inv_scale, found_inf)
         arithmetic.note_writing(gradients.tensors)
         scale = self._known_scale()
-        if done or (scale is not None and scale * self._loss_factor < 1.0):
+        if gradients.tensors and (done or scale is None or scale * self._loss_factor < 1.0):
             # The kernel has not checked what was unscaled before, nor the results of dividing by less than 1.
-            overflow = ~gradients.norms().isfinite().all() if scale is None else not gradients.fits(1.0)
-            found_inf.add_(overflow)
+            if scale is None:
+                fits: Any = gradients.fit(gradients.largest(), torch.ones_like(found_inf))
+                found_inf.add_(fits.logical_not().to(found_inf))
+            else:
+                found_inf.add_(not gradients.fits(1.0))
             found.setdefault(found_inf.device, found_inf)
         self._already.mark(optimizer)
         return found
@@ -772,14 +771,13 @@ class GradScaler(torch.amp.GradScaler):
         """Note whether an optimizer's gradients are finite, and leave them as they are."""
         scale = self._require_scale("_check_inf_per_device")
         gradients = gather(optimizer)
-        state: OptimizerState = self._per_optimizer_states[id(optimizer)]
+        state: OptimizerState = self._states[id(optimizer)]
         found = self._meter.measure(
             gradients,
             torch.ones_like(scale),
             scale.device,
             read=False,
             norm=False,
-            watched=self._meter.watched(optimizer),
             stats=self._policy_stats(optimizer, state, gradients, read=False),
         )
         state.stats = found.stats
@@ -795,7 +793,6 @@ class GradScaler(torch.amp.GradScaler):
     #   grad_scaler=      the optimizer's `step` takes the scaler      optimizer  optimizer
     #   PyTorch's kernel  host; not fused, no limit, no norm wanted    kernel     host
     #   host              host, otherwise                              scaler*    host
-    #   one launch        device; a fused optimizer, one rank, Triton  optimizer  optimizer
     #   device            device; a fused optimizer                    optimizer  optimizer
     #   undone            device; capturable, not fused                scaler     torch.where, afterwards
     #
@@ -827,26 +824,20 @@ class GradScaler(torch.amp.GradScaler):
             self._loss_scale = self._loss_scale.to_device() if on_device else self._loss_scale.to_host()
         self._loss_scale.adopt()
         state.divided = []
-        watched = self._meter.watched(optimizer) if self._meter.in_backward else None
         guarding = self._guarding
         needs_norm = self._needs_norm(state, clip)
-        wants_norm = needs_norm
-        if not on_device:
-            wants_norm = wants_norm or watched is not None  # which costs nothing
-            if not (together or state.fused or watched or clip != NO_CLIP or guarding):
-                # Nothing but PyTorch's kernel is needed, which unscales and checks in one pass.
-                if state.stage is OptState.READY:
-                    self._require_gradients(optimizer)
-                    self.unscale_(optimizer)  # type: ignore[arg-type]
-                return self._measured_by_kernel(optimizer, state)
+        if not on_device and not (together or state.fused or clip != NO_CLIP or guarding):
+            # Nothing but PyTorch's kernel is needed, which unscales and checks in one pass.
+            if state.stage is OptState.READY:
+                self._require_gradients(optimizer)
+                is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
+                unscale: Any = self._unscale_checked if is_own else self.unscale_
+                unscale(optimizer)  # no norm: the user has not asked for these gradients
+            return self._measured_by_kernel(optimizer, state)
 
         gradients = gather(optimizer)
         scaled = self._unscale_if_early(optimizer, state, gradients, clip)
         self._require_checked(optimizer, state, gradients)
-        if on_device and scaled:
-            multiplier = self._measure_in_one_launch(optimizer, state, gradients, clip)
-            if multiplier is not None:
-                return gradients, multiplier
 
         # Measure, and agree with other ranks. Where nothing is read, one pass always measures: gradients
         # that were unscaled may have been changed since, and their flags are not known here.
@@ -860,16 +851,16 @@ class GradScaler(torch.amp.GradScaler):
         measure_all = measure if losses is None else partial(measure, losses=losses)
         stats = self._policy_stats(optimizer, state, gradients, read=not on_device)
         if on_device:
-            found = measure_all(norm=wants_norm, agree=not agreed, watched=watched, stats=stats)
+            found = measure_all(norm=needs_norm, agree=not agreed, stats=stats)
             finite = found.finite
             if not scaled:
-                clear = no_flag(state, device)
+                clear = none_is_set(state.found_inf_per_device, device)
                 finite = clear if agreed else finite & clear
         else:
             finite = scaled or _flags_are_clear(state)
             found = Found(finite, None, stats)
             if scaled or needs_norm:
-                found = measure_all(norm=wants_norm, finite=finite, watched=watched, stats=stats)
+                found = measure_all(norm=needs_norm, finite=finite, stats=stats)
                 finite = found.finite
         norm = found.norm
         if losses is not None and found.loss is None:
@@ -877,8 +868,6 @@ class GradScaler(torch.amp.GradScaler):
                 f"{self.guard!r} needs the loss, and no rank has scaled one. Write {self._how_to_scale} on "
                 "the ranks that compute it."
             )
-        if on_device and not alone and not needs_norm:
-            norm = None  # it is this rank's alone
         found = Found(finite, norm, found.stats, found.sizes, loss if losses is None else found.loss)
         self._note_measured(optimizer, state, gradients, scale, divisor, found)
         assert state.measured is not None  # just now
@@ -898,12 +887,18 @@ class GradScaler(torch.amp.GradScaler):
                 norm = measure(norm=True).norm
         if clip.max_norm is not None and norm is not None:
             if on_device:
-                clipping = torch.maximum(divisor, (norm / clip.max_norm).to(divisor.dtype))
+                clipping = torch.maximum(divisor, norm / clip.max_norm)
                 skips_itself = state.fused and is_of_torch(optimizer)  # and then divides by nothing
                 divisor = clipping if skips_itself else torch.where(finite, clipping, divisor)  # type: ignore[arg-type]
+                if any([t.dtype is torch.float64 for t in gradients.tensors]):
+                    arithmetic.multiply_(gradients.tensors, divisor.reciprocal())
+                    state.divided.append(divisor)
+                    divisor = torch.ones_like(divisor)
+                if state.fused:  # its kernel takes a float32, and inf would make every gradient 0
+                    divisor = divisor.clamp(max=FLOAT32_MAX).to(torch.float32)
             else:
                 divisor = max(divisor, norm / clip.max_norm)
-        if not on_device and divisor > MAX_DIVISOR:  # divide in two steps
+        while not on_device and divisor > MAX_DIVISOR:  # divide in several steps
             arithmetic.multiply_(gradients.tensors, 1.0 / MAX_DIVISOR)
             state.divided.append(MAX_DIVISOR)
             divisor /= MAX_DIVISOR
@@ -914,6 +909,8 @@ class GradScaler(torch.amp.GradScaler):
         self._require_checked(optimizer, state, Gradients([], []))
         scale, stats = self._loss_scale.snapshot(), self._policy_stats_before(state)
         finite = _flags_are_clear(state)
+        if isinstance(state.norm, Tensor):
+            state.norm = state.norm.item()  # beside the flag: later the host would wait for the optimizer
         gradients = Gradients([], []) if finite else gather(optimizer)
         self._note_measured(optimizer, state, gradients, scale, 1.0, Found(finite, None, stats))
         return Gradients([], []), 1.0
@@ -930,8 +927,8 @@ class GradScaler(torch.amp.GradScaler):
         """Keep what was measured for `update` and for the record, without keeping gradients alive."""
         parameters, finite, stats = gradients.parameters, found.finite, found.stats
         if isinstance(finite, Tensor):
-            names = partial(self._culprits, optimizer, parameters, found.sizes)  # keeps no gradient alive
-            measured = MeasuredGradients(scale, finite, found.norm, divisor, names, stats)
+            named = partial(self._culprits, optimizer, parameters, found.sizes)  # keeps no gradient alive
+            measured = MeasuredGradients(scale, finite, found.norm, divisor, named, stats)
         else:
             stats = None if stats is None else stats.read()
             measured = MeasuredGradients(scale, finite, found.norm, divisor, stats=stats)
@@ -943,10 +940,10 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(measured.taken, Tensor):
             measured.found_inf = measured.taken.logical_not().to(torch.float32)
         elif not finite:
-            measured.culprits = partial(tuple, self._culprits(optimizer, parameters, gradients.peaks()))
+            measured.culprits = partial(Culprits, *self._culprits(optimizer, parameters, gradients.peaks()))
         elif not measured.taken and gradients.tensors:
             sizes = gradients.norms().tolist()
-            measured.culprits = partial(tuple, largest(optimizer, parameters, sizes))
+            measured.culprits = partial(Culprits, *largest(self._names(optimizer), parameters, sizes))
 
     def _keep_measured(
         self, optimizer: OptimizerLike, state: OptimizerState, measured: MeasuredGradients
@@ -956,28 +953,6 @@ class GradScaler(torch.amp.GradScaler):
         before = self._failed_before(optimizer, state) if state.failed else None
         if before is not None and before.norm is not None and measured.finite is not False:
             measured.norm, measured.divisor = before.norm, before.divisor
-
-    def _measure_in_one_launch(
-        self, optimizer: OptimizerLike, state: OptimizerState, gradients: Gradients, clip: Clip
-    ) -> Tensor | None:
-        """Measure and clip scaled gradients of one rank; None where there is no Triton kernel for it."""
-        scale, constant = self._require_scale("step"), state.preset()
-        usual = clip.max_value is None and not isinstance(constant, Tensor) and self._guarding is None
-        if not usual or self.policy.needs or self._meter.agreement.needed(gradients.meshes):
-            return None
-        if not launches.can_prepare(scale):
-            return None
-        watched = self._meter.watched(optimizer) if self._meter.in_backward else None
-        norm, sizes = self._meter.norm_on_device(gradients, scale.device, watched)
-        made = launches.prepare(norm, scale, constant * self._loss_factor, clip.max_norm)
-        if made is None:
-            return None
-        names = partial(self._culprits, optimizer, gradients.parameters, sizes)
-        measured = MeasuredGradients(
-            made.scale, made.finite, norm, made.divisor, names, found_inf=made.found_inf
-        )
-        self._keep_measured(optimizer, state, measured)
-        return made.multiplier
 
     def _scale_and_divisor(self, state: OptimizerState, *, scaled: bool) -> tuple[Any, Any]:
         """Return the scale, and what is in the gradients: if they were unscaled, only a user's factor."""
@@ -1095,7 +1070,7 @@ class GradScaler(torch.amp.GradScaler):
             for snapshot in before:
                 snapshot.restore()
             if not isinstance(reason, _Overflow):
-                self._per_optimizer_states[id(optimizer)] = OptimizerState()
+                self._states[id(optimizer)] = OptimizerState()
                 raise
         if state.fused and hasattr(optimizer, "grad_scale"):
             del optimizer.grad_scale
@@ -1201,7 +1176,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiply gradients that were unscaled for a step which then failed."""
         factor = self._require_scale("step") * self._loss_factor
         arithmetic.multiply_(gather(optimizer).tensors, factor)
-        state = self._per_optimizer_states[id(optimizer)]
+        state = self._states[id(optimizer)]
         state.stage = OptState.READY
         self._note_failure(optimizer, state)
 
@@ -1245,8 +1220,18 @@ class GradScaler(torch.amp.GradScaler):
                 "scaler.step(optimizer), or zero the gradients and scale the loss again."
             )
 
-    def _unscale(self, optimizer: OptimizerLike, state: OptimizerState, *, agree: bool = True) -> None:
-        """Unscale an optimizer's gradients and note what was found, on this rank or on all."""
+    @torch.no_grad()
+    def _unscale(
+        self, optimizer: OptimizerLike, state: OptimizerState, *, agree: bool = True, norm: bool = False
+    ) -> None:
+        """Unscale an optimizer's gradients and note what was found, on this rank or on all.
+
+        Args:
+            optimizer: their owner.
+            state: of the optimizer.
+            agree: whether ranks agree on it.
+            norm: whether to take the norm, before other code clips; nothing is read for it on an accelerator.
+        """
         self._loss_scale.adopt()
         scale = self._require_scale("unscale_")
         found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
@@ -1258,7 +1243,10 @@ class GradScaler(torch.amp.GradScaler):
         meshes, state.meshes = state.meshes, []
         if not flags and self._meter.agreement.needed(meshes):
             flags = {found_inf.device: found_inf}  # this rank has nothing, and still has to take part
-        if agree:
+        if norm and flags and (len(meshes) < 2 or self._needs_norm(state, NO_CLIP)):
+            stats = None if stats is None else stats._replace(each=None)  # peaks of scaled gradients
+            flags, stats = self._measure_unscaled(optimizer, state, flags, stats, found_inf.device)
+        elif agree:
             flags, stats = self._meter.flags(flags, meshes, found_inf.device, stats)
         state.found_inf_per_device, state.stage = flags, OptState.UNSCALED
         state.stats = None if stats is None else stats._replace(each=None)  # peaks of scaled gradients
@@ -1279,9 +1267,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._already.unscaled:
             scaled = gradients.without(self._already.among(gradients))
         where = self._require_scale("step").device
-        watched = self._meter.watched(optimizer) if self._meter.in_backward and scaled.tensors else None
-        each = None if watched is None else watched.peaks(scaled)
-        state.stats_here = gradient_stats(scaled, self._edge, where, read=read, each=each)
+        state.stats_here = gradient_stats(scaled, self._edge, where, read=read)
         return state.stats_here
 
     def _policy_stats_before(self, state: OptimizerState) -> GradientStats | None:
@@ -1293,16 +1279,28 @@ class GradScaler(torch.amp.GradScaler):
         for_guard = self._guarding is not None and self._guarding.uses_norm and state.norm is None
         return clip.max_norm is not None or for_guard
 
-    @torch.no_grad()
-    def _measure_unscaled(self, optimizer: OptimizerLike, state: OptimizerState) -> None:
-        """Measure the norm for a guard before other code clips the gradients."""
-        device = self._require_scale("unscale_").device
-        read = not self._stays_on_device(optimizer, state)
-        divisor = 1.0 if read else torch.ones((), device=device)
-        gradients = gather(optimizer)
-        watched = self._meter.watched(optimizer) if self._meter.in_backward else None
-        found = self._meter.measure(gradients, divisor, device, read=read, norm=True, watched=watched)
-        state.norm = math.inf if found.norm is None else found.norm
+    def _measure_unscaled(
+        self,
+        optimizer: OptimizerLike,
+        state: OptimizerState,
+        flags: dict[torch.device, Tensor],
+        stats: GradientStats | None,
+        device: torch.device,
+    ) -> tuple[dict[torch.device, Tensor], GradientStats | None]:
+        """Note the norm of unscaled gradients; return flags and statistics that all ranks agree on."""
+        read = _reads_are_free(device) and not self._capturable
+        preset, gradients = state.preset(), gather(optimizer)
+        divisor = float(preset) if read else torch.ones((), device=device) * preset
+        finite: Any = none_is_set(flags, device)
+        finite = finite.item() if read else finite
+        found = self._meter.measure(
+            gradients, divisor, device, read=read, norm=True, finite=finite, stats=stats
+        )
+        state.norm = math.inf if found.norm is None else found.norm / divisor
+        if self._meter.agreement.needed(gradients.meshes):
+            overflow = torch.as_tensor(found.finite, device=device).logical_not().to(torch.float32)
+            flags = {place: overflow.to(place) for place in flags}
+        return flags, found.stats
 
     def _loss_for_guard(
         self, gradients: Gradients, device: torch.device, *, joins: bool, read: bool
@@ -1359,8 +1357,6 @@ class GradScaler(torch.amp.GradScaler):
             if not torch.compiler.is_compiling():  # a subclass, or someone from outside, unscales differently
                 unscales = getattr(self._unscale_grads_, "__func__", None)
                 early = early or unscales is not GradScaler._unscale_grads_
-            if self._capturable and not state.fused:  # float16 can overflow on the way, unseen
-                early = early or any([t.dtype is torch.float16 for t in gradients.tensors])
             if early:
                 self._unscale(optimizer, state, agree=not self._needs_norm(state, clip))
         return state.stage is OptState.READY
@@ -1373,19 +1369,26 @@ class GradScaler(torch.amp.GradScaler):
 
     def _culprits(
         self, optimizer: OptimizerLike, parameters: list[Tensor], sizes: list[float] | Tensor
-    ) -> tuple[str, ...]:
+    ) -> Culprits:
         listed = sizes.tolist() if isinstance(sizes, Tensor) else sizes
         if self._guarding is not None and all(map(math.isfinite, listed)):  # a spike that was not read before
-            return largest(optimizer, parameters, listed)
+            return largest(self._names(optimizer), parameters, listed)
         order, self._order = self._order or {}, None  # a graph that changes is learnt again
-        return culprits(optimizer, parameters, listed, order)
+        return culprits(self._names(optimizer), parameters, listed, order)
+
+    def _names(self, optimizer: OptimizerLike) -> dict[int, str]:
+        return names(optimizer, None if self._buffers is None else self._buffers.model)
 
     def _measured_by_flags(self, state: OptimizerState) -> MeasuredGradients:
-        """Return what is known of an optimizer that was unscaled and has not stepped."""
+        """Return what is known of an optimizer whose gradients other code than `step` has checked."""
         stats, scale = self._policy_stats_before(state), self._loss_scale.snapshot()
+        finite: bool | Tensor
         if isinstance(scale, Tensor):
-            return MeasuredGradients(scale, no_flag(state, scale.device), stats=stats)
-        return MeasuredGradients(scale, _flags_are_clear(state), stats=stats and stats.read())
+            finite = none_is_set(state.found_inf_per_device, scale.device)
+        else:
+            finite, stats = _flags_are_clear(state), stats and stats.read()
+        stepped = state.stage is OptState.STEPPED
+        return MeasuredGradients(scale, finite, state.norm, stats=stats, stepped=stepped)
 
     # The scale and the record.
 
@@ -1456,19 +1459,20 @@ class GradScaler(torch.amp.GradScaler):
         measured: Measured[Any] = measured_of(measured_steps, self._loss_scale.policy)
         if self._guarding is not None:
             self._guarding.commit()
+        counts = _counts(measured_steps)
         if isinstance(measured.finite, Tensor):  # of some optimizer nothing was read
             self._loss_scale = self._loss_scale.to_device()
         found_inf = measured_steps[0].found_inf if len(steps) == 1 else None
         new_scale: Number
         if isinstance(self._loss_scale, DeviceScale):
             held = None if self._guarding is None else held_of(measured_steps, measured.finite)
-            new_scale, gave_up = self._loss_scale.advance(measured, found_inf if held is None else None, held)
+            flag = found_inf if held is None else None
+            new_scale, gave_up = self._loss_scale.advance(measured, flag, held, counts=counts)
         elif measured.finite and not all(step.taken for step in measured_steps):
             new_scale, gave_up = self._loss_scale.hold(measured), False
         else:
-            new_scale, gave_up = self._loss_scale.advance(measured)
-        state = self._loss_scale.state if isinstance(self._loss_scale, HostScale) else None
-        self._finish(steps, new_scale, state)  # a policy that gives up leaves a record too
+            new_scale, gave_up = self._loss_scale.advance(measured, counts=bool(counts))
+        self._finish(steps, new_scale)  # a policy that gives up leaves a record too
         if gave_up:
             # Unlike `raise_if_exhausted`, which names the first step that should have ended the training.
             now = self._loss_scale.floats()
@@ -1505,46 +1509,58 @@ class GradScaler(torch.amp.GradScaler):
             stacklevel=level_of_caller("torch", "deepspeed"),
         )
 
-    def _finish(
-        self,
-        steps: dict[int, MeasuredGradients],
-        new_scale: Number,
-        state: ScalerState[Any, float] | None = None,
-    ) -> None:
-        """Forget the iteration, and record it if it had a step.
+    def _measured_steps(self) -> dict[int, MeasuredGradients]:
+        """Return what was found in the gradients of each optimizer that was unscaled or has stepped."""
+        return {
+            key: state.measured or self._measured_by_flags(state)
+            for key, state in self._states.items()
+            if state.found_inf_per_device
+        }
+
+    def _end(self, steps: dict[int, MeasuredGradients]) -> None:
+        """End an iteration whose next scale was not for the policy to decide."""
+        if steps:
+            self._loss_scale.steps += _counts(list(steps.values()))
+            if self._guarding is not None:
+                self._guarding.commit()
+        self._finish(steps, self._loss_scale.snapshot())
+
+    def _finish(self, steps: dict[int, MeasuredGradients], new_scale: Number) -> None:
+        """Forget the iteration, and record it if an optimizer stepped, or would have been skipped.
 
         Args:
-            steps: what the optimizers' steps found.
+            steps: what was found in the gradients of each optimizer that was unscaled or has stepped.
             new_scale: the scale of the next step.
-            state: after the policy has advanced, on the host.
         """
-        self._per_optimizer_states.clear()
+        self._states.clear()
         if self._guarding is not None:
             self._guarding.forget()
         self._is_pending = False
         if self._already.unscaled:
             self._already.forget()
         loss = self._losses.take()
+        steps = {key: step for key, step in steps.items() if step.stepped or step.finite is not True}
         if not steps:
             return
         if not self._was_scaled and self._notices_unscaled:
             self._warn_of_unscaled()
         self._was_scaled = False
         if self._guarding is not None and self._guarding.uses_loss and number_of_ranks() > 1:
-            loss = mean_in(list(steps.values())[-1]) or loss
-        index = (self._loss_scale.steps if state is None else state.steps) - 1
+            mean = mean_in(list(steps.values())[-1])
+            loss = loss if mean is None else mean
+        index = self._loss_scale.steps - 1
         buffers = Ruined if self._buffers is None else self._buffers_after(self._buffers, steps)
-        record = partial(step_of, index=index, new_scale=new_scale, loss=loss, buffers=buffers)
-        self._last = partial(record, list(steps.values()))
-        if state is not None:
-            self._last = partial(recorded, state, list(steps.values()), loss=loss, buffers=buffers)
+        owners = self._buffers is None  # a model has a name for each parameter
+        record = partial(step_of, index=index, new_scale=new_scale, loss=loss, buffers=buffers, owners=owners)
+        before = None if any([step.stepped for step in steps.values()]) else self._last
+        self._last = partial(record, list(steps.values()), before=before)
         self._last_of = {}
         for key, step in steps.items():
             self._last_of[key] = partial(record, [step])
         if self._warns_of_ruined and any(step.taken is False for step in steps.values()):
             self._warn_of_ruined(buffers)
-        if self.on_step is not None:
-            self.on_step(self.last_step)  # type: ignore[arg-type]  # there is one now
+        if self.on_step is not None and (last := self.last_step) is not before:
+            self.on_step(last)  # type: ignore[arg-type]  # there is one now
 
     def _warn_of_ruined(self, buffers: Callable[[], Ruined]) -> None:
         """Warn, once, if a skipped step has left inf or NaN in buffers and nothing puts them back."""
@@ -1552,7 +1568,7 @@ class GradScaler(torch.amp.GradScaler):
         if not names and not some_are_ruined(self._statistics):
             return
         self._warns_of_ruined = False
-        found = ", ".join(names) or "the running statistics of BatchNorm"
+        found = some_of(names) or "the running statistics of BatchNorm"
         warnings.warn(
             f"a skipped step left inf or NaN in {found}, and nothing restores them. The weights are "
             "unharmed, but in evaluation the model gives NaN, and so does an average of it that takes over "
@@ -1693,6 +1709,14 @@ def _reads_are_free(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def _counts(steps: Sequence[MeasuredGradients]) -> bool | Tensor:
+    """Return whether an iteration counts as a step: an optimizer stepped, or would have been skipped."""
+    if any([step.stepped for step in steps]):
+        return True
+    finite: Any = all_true([step.finite for step in steps])
+    return finite.logical_not() if isinstance(finite, Tensor) else not finite
+
+
 def _new_state() -> OptimizerState:  # torch.compile does not accept a class as default_factory
     return OptimizerState()
 
@@ -1701,10 +1725,9 @@ def _flags_are_clear(state: OptimizerState) -> bool:
     return not any([flag.item() for flag in state.found_inf_per_device.values()])
 
 
-def no_flag(state: OptimizerState, device: torch.device) -> Tensor:
-    """Return whether no flag of an optimizer is set, as a 0-dim tensor."""
-    flags = torch.stack([flag.to(device) for flag in state.found_inf_per_device.values()])
-    return flags.sum() == 0.0
+def none_is_set(flags: Mapping[torch.device, Tensor], device: torch.device) -> Tensor:
+    """Return whether none of an optimizer's flags is set, as a 0-dim tensor."""
+    return torch.stack([flag.to(device) for flag in flags.values()]).sum() == 0.0
 
 
 def _nothing_checked(states: Iterable[OptimizerState]) -> str:

@@ -7,6 +7,7 @@ Numbers are Python numbers where the host may read, and 0-dim tensors elsewhere.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -18,13 +19,11 @@ from torch import Tensor
 from preamp.arrays.torch import Gradients, Stamp
 from preamp.arrays.torch_compat import is_of_transform
 from preamp.arrays.torch_devices import widest
-from preamp.checks import FLOAT32_MAX
 from preamp.errors import PolicyError
 from preamp.policy import Policy
-from preamp.scaling import STEPS, GuardRecord, Measured, ScalerState, Spike, Step, spike_in, to_step
-from preamp.torch.scaling.backward_norms import BackwardNorms
+from preamp.scaling import STEPS, GuardRecord, Measured, Spike, Step, spike_in
 from preamp.torch.scaling.buffers import Ruined
-from preamp.torch.scaling.optimizers import OptimizerLike
+from preamp.torch.scaling.culprits import Culprits
 from preamp.torch.scaling.ranks import Agreement
 
 Number: TypeAlias = float | Tensor
@@ -33,6 +32,7 @@ Number: TypeAlias = float | Tensor
 LOWEST, HIGHEST = -149, 128  # float32's binary exponents: a peak is at most 2**128
 BINS = HIGHEST - LOWEST + 1
 WIDTH = BINS + 2
+UNIT = 2.0**-80  # whose product with any float32 has a square in float32
 
 
 class GradientStats(NamedTuple):
@@ -72,17 +72,19 @@ class MeasuredGradients:
         skips: whether a step whose gradients are not finite is skipped; a disabled scaler takes it.
         found_inf: 0.0 if the step is to be taken, else 1.0, where that was computed on the device.
         guard: what a guard has decided; None without one.
+        stepped: whether `step` was called; not after `unscale_` alone.
     """
 
     scale: Number
     finite: bool | Tensor
     norm: Number | None = None
     divisor: Number = 1.0
-    culprits: Callable[[], tuple[str, ...]] = tuple
+    culprits: Callable[[], Culprits] = Culprits
     stats: GradientStats | None = None
     skips: bool = True
     found_inf: Tensor | None = None
     guard: GuardRecord[Any] | None = None
+    stepped: bool = True
 
     @property
     def taken(self) -> bool | Tensor:
@@ -104,10 +106,10 @@ class MeasuredGradients:
             loss, limit = float(self.guard.loss), float(self.guard.limit)
             guard = GuardRecord((), bool(self.guard.taken), loss, bool(self.guard.loss_fits), limit)
         taken = finite if guard is None else guard.taken
-        culprits = partial(tuple, () if taken else self.culprits())
+        culprits = partial(Culprits, *(() if taken else self.culprits()))
         stats = None if self.stats is None else self.stats.read()
         return MeasuredGradients(
-            float(self.scale), finite, norm, 1.0, culprits, stats, self.skips, guard=guard
+            float(self.scale), finite, norm, 1.0, culprits, stats, self.skips, None, guard, self.stepped
         )
 
 
@@ -130,7 +132,7 @@ class Found(NamedTuple):
 
 
 class GradientMeter:
-    """Measures gradients, with norms that were taken in backward, and over ranks.
+    """Measures gradients over ranks.
 
     Args:
         agreement: how ranks agree.
@@ -138,23 +140,6 @@ class GradientMeter:
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
-        self.in_backward: dict[int, BackwardNorms] = {}  # by the optimizer's id
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"agreement": self.agreement, "in_backward": {}}  # hooks stay with their parameters
-
-    def watch(self, optimizer: OptimizerLike, *, peaks: bool) -> BackwardNorms:
-        """Measure an optimizer's gradients in backward from now on; their peaks if the policy uses them."""
-        norms = BackwardNorms(optimizer, peaks=peaks)
-        if id(optimizer) in self.in_backward:
-            self.in_backward[id(optimizer)].remove()
-        self.in_backward[id(optimizer)] = norms
-        return norms
-
-    def watched(self, optimizer: OptimizerLike) -> BackwardNorms | None:
-        """Return what was measured of an optimizer's gradients in backward, if they are watched."""
-        norms = self.in_backward.get(id(optimizer)) if self.in_backward else None
-        return norms if norms is not None and norms.covers(optimizer) else None
 
     def measure(
         self,
@@ -164,9 +149,8 @@ class GradientMeter:
         *,
         read: bool,
         norm: bool,
-        finite: bool = True,
+        finite: Any = True,
         agree: bool = True,
-        watched: BackwardNorms | None = None,
         stats: GradientStats | None = None,
         losses: Tensor | None = None,
     ) -> Found:
@@ -176,12 +160,10 @@ class GradientMeter:
             gradients: as they are, scaled or not.
             divisor: what they will be divided by.
             device: where other ranks expect what this one has found, wherever its gradients are.
-            read: whether the host reads. If not, a float32 norm that overflows counts as gradients that are
-                not finite, and a norm that is not wanted comes for free, unless peaks tell enough.
+            read: whether the host reads.
             norm: whether the norm is wanted.
-            finite: what is known of this rank before, if the host reads.
+            finite: what is known of this rank before.
             agree: whether ranks agree; without, all of this is of this rank alone.
-            watched: what was measured in backward, if the gradients are watched and still what they were.
             stats: of this rank's gradients while they were scaled, if the policy uses them.
             losses: this rank's loss and how many it has, to be added up beside the rest.
 
@@ -190,55 +172,54 @@ class GradientMeter:
         """
         agree = agree and (self.agreement.always or bool(gradients.meshes))
         loss: Any = None
+        total: Any
         if read:
-            finite, squared = self._read(gradients, divisor, finite, norm, watched, stats)
+            finite, total = self._read(gradients, divisor, finite, norm, stats)
             if agree:
-                unit = divisor * divisor  # other ranks' gradients may be unscaled already
-                mine = torch.tensor(
-                    [not finite, squared / unit if finite else 0.0], dtype=widest(device), device=device
-                )
-                if losses is not None:
-                    mine = torch.cat([mine, losses.to(mine)])
-                total, stats = self._summed(mine, gradients.meshes, norm, stats)
-                overflows, squared, *of_losses = total.tolist()
-                finite, squared = overflows == 0.0 and math.isfinite(squared), squared * unit
+                here = _wide(not finite, device), _wide(total / divisor if finite else 0.0, device)
+                summed, stats = self._summed(_sent(*here, losses), gradients.meshes, norm, stats)
+                read_sum = summed.cpu()  # one read
+                overflows, unscaled, pair = _received(read_sum)
+                finite, total = not overflows.item() and unscaled.isfinite().item(), unscaled.item() * divisor
+                loss = pair[0].item() / pair[1].item() if pair is not None and pair[1] else None
                 stats = None if stats is None else stats.read()
-                if of_losses:
-                    loss = of_losses[0] / of_losses[1] if of_losses[1] else None
-            return Found(finite, math.sqrt(squared) if finite and norm else None, stats, None, loss)
+            return Found(finite, total if finite and norm else None, stats, None, loss)
 
-        if stats is not None and stats.each is not None and not norm:
-            total, sizes = stats.each.amax().to(device), stats.each
-        else:
-            total, sizes = self.norm_on_device(gradients, device, watched)
-        is_finite: Tensor = total / divisor <= FLOAT32_MAX
+        is_finite, total, sizes = self._on_device(gradients, divisor, device, norm, stats)
+        is_finite = is_finite & finite if finite is not True else is_finite
         if agree:
-            wide = widest(total.device)
-            squares = torch.where(is_finite, (total.to(wide) / divisor).square(), 0.0)
-            pair = torch.stack([is_finite.logical_not().to(wide), squares])
-            if losses is not None:
-                pair = torch.cat([pair, losses.to(pair)])
-            summed, stats = self._summed(pair, gradients.meshes, norm, stats)
-            overflow, squares = summed[0], summed[1]
-            if losses is not None:
-                loss = summed[2] / summed[3]
-            is_finite = (overflow == 0.0) & squares.isfinite()
-            total = (squares.sqrt() * divisor).to(divisor.dtype)
-        is_peak = stats is not None and sizes is stats.each
-        return Found(is_finite, None if is_peak else total, stats, sizes, loss)
+            wide = widest(device)
+            total = torch.zeros((), device=device) if total is None else total
+            unscaled = torch.where(is_finite, total.to(wide) / divisor, 0.0)
+            summed, stats = self._summed(
+                _sent(is_finite.logical_not().to(wide), unscaled, losses), gradients.meshes, norm, stats
+            )
+            overflows, unscaled, pair = _received(summed)
+            is_finite, total = (overflows == 0.0) & unscaled.isfinite(), unscaled * divisor
+            loss = None if pair is None else pair[0] / pair[1]
+        return Found(is_finite, total if norm else None, stats, sizes, loss)
 
-    def norm_on_device(
-        self, gradients: Gradients, device: torch.device, watched: BackwardNorms | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return this rank's L2 norm of all gradients on a device, and that of each, unread."""
-        if watched is not None:
-            sizes = watched.squares(gradients).sqrt()
-        else:
-            sizes = gradients.norms() if gradients.tensors else torch.zeros(1, device=device)
-        mine = sizes
-        if gradients.shares is not None:  # this rank's share of each norm
-            mine = sizes * torch.tensor(gradients.shares, device=sizes.device).sqrt()
-        return torch.linalg.vector_norm(mine).to(device), sizes
+    def _on_device(
+        self,
+        gradients: Gradients,
+        divisor: Tensor,
+        device: torch.device,
+        norm: bool,
+        stats: GradientStats | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return whether this rank's gradients are finite, their norm if wanted, the size of each; unread.
+
+        The entries decide, in one pass; the norm takes a second one.
+        """
+        if not gradients.tensors:
+            nothing = torch.zeros((), device=device)
+            return nothing == 0.0, nothing, nothing.view(1)
+        sizes = gradients.largest() if stats is None or stats.each is None else stats.each
+        is_finite = gradients.fit(sizes, divisor).to(device)
+        if not norm:
+            return is_finite, None, sizes
+        sizes = gradients.norms()
+        return is_finite, gradients.total_norm(sizes).to(device), sizes
 
     def flags(
         self,
@@ -251,14 +232,13 @@ class GradientMeter:
         if not self.agreement.needed(meshes):
             return found, stats
         flag = torch.stack([one.to(device, widest(device)) for one in found.values()]).sum()
-        (overflows, _), stats = self._summed(
-            torch.stack([flag, torch.zeros_like(flag)]), meshes, False, stats
-        )
+        summed, stats = self._summed(_sent(flag, torch.zeros_like(flag)), meshes, False, stats)
+        overflows = summed[0]
         return {place: (overflows > 0.0).to(place, torch.float32) for place in found}, stats
 
     def norm_of_each(self, gradients: Gradients) -> Tensor:
         """Return the L2 norm of each gradient, unread; of a DTensor that of the whole."""
-        norms = gradients.norms()
+        norms = gradients.norms().to(torch.float32)
         if gradients.shares is None:
             return norms
         self.agreement.refuse_norm(gradients.meshes)
@@ -272,24 +252,18 @@ class GradientMeter:
         divisor: float,
         finite: bool,
         norm: bool,
-        watched: BackwardNorms | None,
         stats: GradientStats | None,
     ) -> tuple[bool, float]:
-        """Return whether this rank's gradients are finite, and their squared norm, 0 if it is not wanted."""
-        squared = 0.0
+        """Return whether this rank's gradients are finite, and their norm, 0 if it is not wanted."""
+        total = 0.0
         if norm:
-            if watched is None or not gradients.tensors:
-                squared = gradients.squared_norm()
-            else:
-                squares = watched.squares(gradients)
-                squared = float(squares.sum(dtype=widest(squares.device)).item())
-            if not math.isfinite(squared):
-                squared = gradients.exact_squared_norm()
-            finite = finite and math.isfinite(squared)
+            total = gradients.norm()
+            if not math.isfinite(total):
+                finite, total = finite and gradients.are_finite(), sys.float_info.max
         elif finite:
             finite = gradients.are_finite() if stats is None else math.isfinite(stats.peak or 0.0)
         # Dividing by less than 1 can overflow.
-        return finite and (divisor >= 1.0 or gradients.fits(divisor)), squared
+        return finite and (divisor >= 1.0 or gradients.fits(divisor)), total
 
     def _summed(
         self, mine: Tensor, meshes: list[Any], norm: bool, stats: GradientStats | None
@@ -305,11 +279,35 @@ class GradientMeter:
         return total[: len(mine)], unpacked(total[len(mine) :], stats)
 
 
+def _sent(overflows: Tensor, norm: Tensor, losses: Tensor | None = None) -> Tensor:
+    """Return what a rank adds to a sum over ranks, in the device's widest dtype.
+
+    The squared norm is followed by that of the gradients times `UNIT` where the dtype is float32, which does
+    not hold the squares of large norms; then come the losses.
+    """
+    numbers = [overflows, norm.square()]
+    if norm.dtype is torch.float32:
+        numbers.append((norm * UNIT).square())
+    sent = torch.stack(numbers)
+    return sent if losses is None else torch.cat([sent, losses.to(sent)])
+
+
+def _received(summed: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return how many ranks overflowed, the norm over all of them, and the losses with their count, if sent.
+
+    Over ranks, a norm whose square the dtype does not hold is not finite, and its step is skipped.
+    """
+    norm, after = summed[1].sqrt(), 2
+    if summed.dtype is torch.float32:
+        norm, after = torch.where(norm.isfinite(), norm, summed[2].sqrt() / UNIT), 3
+    return summed[0], norm, summed[after:] if len(summed) > after else None
+
+
 # ---- Statistics --------------------------------------------------------------------------------------------
 
 
 def gradient_stats(
-    gradients: Gradients, edge: float | None, device: torch.device, *, read: bool, each: Tensor | None = None
+    gradients: Gradients, edge: float | None, device: torch.device, *, read: bool
 ) -> GradientStats:
     """Measure gradients. Each is read once, or twice where entries have to be counted.
 
@@ -319,12 +317,11 @@ def gradient_stats(
             tells whether all are finite, too.
         device: for the results that are not read.
         read: whether the host may read. Then only gradients that reach the edge are counted.
-        each: the peaks, if they are known.
     """
     entries = 0.0 if edge is None else gradients.entries()
     if not gradients.tensors:
         return GradientStats(0.0, None if edge is None else 0.0, entries)
-    each = gradients.largest() if each is None else each
+    each = gradients.largest()
     if not read:
         count = None if edge is None else gradients.count(edge, range(len(each))).to(device)
         return GradientStats(each.amax().to(device), count, entries, each)
@@ -384,11 +381,11 @@ def measured_of(steps: Sequence[MeasuredGradients], policy: Policy[Any]) -> Meas
     Raises:
         PolicyError: for a policy that uses gradient statistics, where other code has checked the gradients.
     """
-    finite: Any = steps[0].finite if len(steps) == 1 else _all_true([step.finite for step in steps])
+    finite: Any = steps[0].finite if len(steps) == 1 else all_true([step.finite for step in steps])
     norm = None
     if isinstance(finite, bool) and finite:
-        norms = [step.norm / step.divisor for step in steps if step.norm is not None]
-        norm = math.hypot(*norms) if len(norms) == len(steps) else None
+        norms = [None if step.norm is None else step.norm / step.divisor for step in steps if step.stepped]
+        norm = math.hypot(*norms) if norms and None not in norms else None  # type: ignore[arg-type]
     if not policy.needs:
         return Measured(finite, steps[0].scale, norm)
     stats = [step.stats for step in steps if step.stats is not None and step.stats.peak is not None]
@@ -407,8 +404,12 @@ def step_of(
     new_scale: Number | None,
     loss: UnreadLoss | float | None = None,
     buffers: Callable[[], Ruined] = Ruined,
-) -> Step:
+    before: Callable[[], Step | None] | Step | None = None,
+    owners: bool = True,
+) -> Step | None:
     """Return the `Step` of one or several optimizers, after reading it from the device.
+
+    An optimizer that was unscaled and did not step counts only if it has skipped.
 
     Args:
         steps: what the optimizers' steps found.
@@ -416,9 +417,14 @@ def step_of(
         new_scale: the scale of the next step, if it is known.
         loss: the loss, not scaled.
         buffers: names the model's buffers that are not finite; called if the step was skipped.
+        before: what to return if none of them counts.
+        owners: whether a culprit tells which optimizer has it, if there are several.
     """
-    read = [step.read() for step in steps]
+    read = [one for one in [step.read() for step in steps] if one.stepped or not one.finite]
+    if not read:
+        return before() if callable(before) else before
     ruined = Ruined() if all(step.taken for step in read) else buffers()
+    found = culprits_of(read, owners=owners)
     finite = all(step.finite for step in read)
     norms = [step.norm for step in read if isinstance(step.norm, float)]
     peaks = [step.stats.peak for step in read if step.stats and isinstance(step.stats.peak, float)]
@@ -431,39 +437,12 @@ def step_of(
         loss=read_loss(loss),
         grad_norm=math.hypot(*norms) if len(norms) == len(read) else None,
         peak=max(peaks) if finite and len(peaks) == len(read) else None,
-        culprits=culprits_of(read),
+        culprits=found.names,
         buffers=ruined.names,
         spike=spike_of_steps(read),
         restored=ruined.restored,
+        first_culprits=found.first,
     )
-
-
-def recorded(
-    state: ScalerState[Any, float],
-    steps: Sequence[MeasuredGradients],
-    loss: UnreadLoss | float | None,
-    buffers: Callable[[], Ruined],
-) -> Step | None:
-    """Return the `Step` of a state on the host, after the policy has advanced.
-
-    Args:
-        state: after the step.
-        steps: as for `step_of`, like the others.
-        loss: read now.
-        buffers: called if the step was skipped.
-    """
-    if all(step.taken for step in steps):
-        return to_step(state, loss=read_loss(loss), framework="torch")
-    ruined = buffers()
-    record = to_step(
-        state,
-        loss=read_loss(loss),
-        culprits=culprits_of(steps),
-        buffers=ruined.names,
-        restored=ruined.restored,
-        framework="torch",
-    )
-    return None if record is None else record._replace(skipped=True, spike=spike_of_steps(steps))
 
 
 def spike_of_steps(steps: Sequence[MeasuredGradients]) -> Spike | None:
@@ -486,9 +465,23 @@ def mean_in(step: MeasuredGradients) -> UnreadLoss | float | None:
     return UnreadLoss(loss, Stamp.of(loss)) if isinstance(loss, Tensor) else float(loss)
 
 
-def culprits_of(steps: Sequence[MeasuredGradients]) -> tuple[str, ...]:
-    """Return the names of the parameters whose gradients are not finite, of all optimizers."""
-    return tuple(name for step in steps for name in step.culprits())
+def culprits_of(steps: Sequence[MeasuredGradients], *, owners: bool) -> Culprits:
+    """Return the parameters whose gradients are not finite, of all optimizers.
+
+    Args:
+        steps: what the optimizers' steps found, in their order.
+        owners: whether the names of several optimizers begin with `optimizers[0].` and so on.
+    """
+    found = [step.culprits() for step in steps]
+    if owners and len(found) > 1:
+        begins = [f"optimizers[{number}]." for number in range(len(found))]
+        found = [
+            Culprits(*[tuple(begin + name for name in names) for names in one])
+            for begin, one in zip(begins, found, strict=True)
+        ]
+    listed = tuple(name for one in found for name in one.names)
+    having = [one for one in found if one.names]
+    return Culprits(listed, having[0].first if len(having) == 1 else ())
 
 
 # ---- The loss ----------------------------------------------------------------------------------------------
@@ -633,7 +626,7 @@ def _sum(numbers: Iterable[Any]) -> Any:
     return reduce(_added, _tensors_first(numbers))
 
 
-def _all_true(finite: Iterable[Any]) -> Any:
+def all_true(finite: Iterable[Any]) -> Any:
     return reduce(_both, _tensors_first(finite))
 
 

@@ -23,7 +23,6 @@ from preamp.errors import InexactScale, PolicyError
 from preamp.policy import Compat, Dynamic, Policy, Reading
 from preamp.scaling import Measured, ScalerState, advance, start
 from preamp.systems.arguments import given_policy
-from preamp.torch.scaling import launches
 
 SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 MOST_STEPS = 2**63  # of an int64
@@ -125,16 +124,21 @@ class HostScale:
         if changed or not self.tensor.is_cpu:
             self._stamp()
 
-    def advance(self, measured: Measured[Any], found_inf: Tensor | None = None) -> tuple[float, bool]:
+    def advance(self, measured: Measured[Any], *, counts: bool = True) -> tuple[float, bool]:
         """Advance by one step; return the scale after it, and whether the policy gave up on the step.
+
+        Args:
+            measured: in the step.
+            counts: whether an optimizer has stepped, or skipped. If not, the scale alone moves.
 
         Raises:
             PolicyError: if the policy uses what was not measured. The state is not changed.
         """
         self.adopt()
         before = self.state.policy_state
-        self.state, gave_up = advance(self.policy, self.state, measured)
-        after = self.state.policy_state
+        state, gave_up = advance(self.policy, self.state, measured)
+        after = state.policy_state
+        self.state = state if counts else self.state._replace(policy_state=after)
         if self.tensor is not None and (after.scale != before.scale or self._tracker is not None):
             self._write(after)
         return after.scale, bool(gave_up)
@@ -272,17 +276,22 @@ class DeviceScale:
         self._stamp()
 
     def advance(
-        self, measured: Measured[Any], found_inf: Tensor | None = None, held: Tensor | None = None
+        self,
+        measured: Measured[Any],
+        found_inf: Tensor | None = None,
+        held: Tensor | None = None,
+        *,
+        counts: bool | Tensor = True,
     ) -> tuple[Tensor, bool]:
         """Advance by one step, in place; return a `snapshot` of the scale after it, and False.
 
-        `scaling.advance` would do, at thirty kernel launches. Instead one of Triton's kernels is launched
-        where there is one, or PyTorch's own, which supports the usual settings.
+        `scaling.advance` would do, at thirty kernel launches. PyTorch's own kernel has the usual settings.
 
         Args:
             measured: in the step.
             found_inf: the opposite of `measured.finite` as a float32 where the state is, if that is at hand.
             held: whether a guard has skipped the step, which then leaves the state as it is.
+            counts: whether it counts as a step.
 
         Raises:
             PolicyError: if the policy uses what was not measured. The state is not changed.
@@ -298,14 +307,10 @@ class DeviceScale:
                 new.copy_(torch.where(self._here(held), old, new))  # type: ignore[arg-type]
             self._mirror()
             new_scale = self.snapshot()
-        self.steps += 1
+        self.steps += counts
         return new_scale, False
 
     def _advance(self, reading: Reading, found_inf: Tensor | None) -> Tensor:
-        copy = launches.advance(self.policy, self.state, reading.finite)
-        if copy is not None:
-            self._mirror()
-            return copy
         if self._by_kernel and not torch.compiler.is_compiling():
             if found_inf is None:
                 found_inf = reading.finite.logical_not().to(torch.float32)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from preamp.arrays.torch import gather, multiply_
 from preamp.arrays.torch_compat import is_of_transform
@@ -433,7 +434,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
     def _unscale(self) -> None:
         """Unscale the gradients; nothing is changed where there are none."""
         self.scaler._require_gradients(self.inner_optimizer)
-        self.scaler.unscale_(self.inner_optimizer)
+        self.scaler._unscale_checked(self.inner_optimizer, norm=self.scaler.guard is not None)
 
     def _update_scale(self) -> bool:
         """Move the scale; return whether the gradients were finite."""
@@ -452,6 +453,7 @@ class LossScaleOptimizer(torch.optim.Optimizer):
         self.scaler._require_gradients(self.inner_optimizer)
         if self.scaler.is_enabled():
             self.scaler._unscale_checked(self.inner_optimizer)
+            self.scaler._states[id(self.inner_optimizer)].stage = OptState.STEPPED  # each is recorded
         accumulation.calls += 1
         loss = self._loss_for_guard()
         finite = False

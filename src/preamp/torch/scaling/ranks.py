@@ -38,8 +38,8 @@ class Agreement:
             gradients); sums it over ranks in place, or returns the sum. For a policy that uses gradient
             statistics the shape is [282]: then come 278 bins, one for each binary exponent of float32 from
             -149 to 128, with a one for this rank's peak; entries at the policy's edge or above; all entries.
-            On a device without float64, such as MPS, it is float32: there a norm above 1.8e19 counts as not
-            finite.
+            On a device without float64, such as MPS, it is float32, and the squared norm of the same
+            gradients times 2**-80 follows the first two numbers.
 
     Raises:
         PolicyError: if both are given, or `reduce` cannot be called.
