@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from preamp import casting
 from preamp.arrays.torch_compat import count_modes
 from preamp.errors import CastingError, UsageError
-from preamp.torch import GradScaler, autocast, blame
+from preamp.torch import GradScaler, autocast, blame, tune
 from preamp.torch.blaming.recorder import size_of
 from preamp.torch.flops import FlopCounter
 
@@ -382,17 +383,135 @@ def test_it_works_under_no_grad_and_refuses_inference_mode_and_float8_that_is_no
         blame(loss, model=model, dtype=torch.float8_e5m2, emulate=False)
 
 
-def test_what_becomes_infinite_after_a_loss_to_zero_is_found() -> None:
+@pytest.mark.parametrize(
+    ("breaks", "part"),
+    [
+        ("log", lambda p: p.log()[:, 0]),
+        ("div", lambda p: p[:, 0] / (p[:, 0] + p[:, 2])),  # 0 / 0
+        ("the backward pass of sqrt", lambda p: p.sqrt()[:, 0]),
+    ],
+)
+def test_what_loses_values_to_zero_is_accused_of_the_inf_and_nan_made_of_them(breaks: str, part: Any) -> None:
     model, x = nn.Linear(16, 4), torch.zeros(64, 16)
     model.bias.data = torch.tensor([0.0, 20.0, 0.0, 0.0])
 
-    def loss() -> Tensor:
-        return -model(x).float().softmax(-1).half().log()[:, 0].float().mean()
+    def loss(low: torch.dtype = torch.float16) -> Tensor:
+        return part(model(x).float().softmax(-1).to(low).float()).mean()  # type: ignore[no-any-return]
 
     found = blame(loss, model=model, dtype=torch.float16)
-    assert found.rows[0].operator == "log"
-    assert found.rows[0].overflowed == 256 * 3 // 4
-    assert math.isfinite(found.loss)
+    (worst,) = found.guilty
+    assert (worst.operator, worst.lost, worst.overflowed) == ("to", 256 * 3 // 4, 0)
+    assert worst.breaks.startswith(breaks)
+    assert "became zero" in found.summary()
+    assert found.float32_loss == pytest.approx(loss(torch.float32).item())
+
+
+def test_inf_and_nan_of_values_that_were_rounded_are_found_where_nothing_became_zero() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    loss: Loss = lambda: (1 - (1 - 1e-4 * model(x).softmax(-1)).half().float()).log().mean()  # noqa: E731
+    worst = blame(loss, model=model, dtype=torch.float16).rows[0]
+    assert (worst.operator, worst.severity, worst.overflowed) == ("log", math.inf, 0)
+    assert "rounded before" in worst.reason
+
+
+def written(scores: Tensor, seen: Tensor, huge: float) -> Tensor:
+    scores = scores.clone()
+    scores.view(-1)[~seen.view(-1)] = huge
+    return scores
+
+
+MASKS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "where": lambda scores, seen, huge: torch.where(seen, scores, huge),
+    "filled": lambda scores, seen, huge: scores.float().masked_fill(~seen, huge).half(),
+    "added": lambda scores, seen, huge: scores.half() + (huge * ~seen).half(),
+    "written": written,
+}
+
+
+def masked(mask: str, seen: Tensor, huge: float) -> tuple[nn.Module, Loss]:
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 16), torch.randn(8, 16)
+
+    def loss() -> Tensor:
+        return (MASKS[mask](model(x) @ x.T / 4, seen, huge).softmax(-1).float() @ x).square().mean()
+
+    return model, loss
+
+
+@pytest.mark.parametrize("huge", [-1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("emulate", [True, False])
+@BOTH
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_beyond_the_range_loses_what_one_within_it_does(
+    mask: str, dtype: torch.dtype, emulate: bool, huge: float
+) -> None:
+    accused = []
+    for constant in (-3e4, huge):
+        model, loss = masked(mask, torch.ones(8, 8).tril().bool(), constant)
+        found = blame(loss, model=model, dtype=dtype, emulate=emulate)
+        accused.append([(row.operator, row.direction) for row in found.guilty])
+        assert not found.notes
+    assert accused[1] == accused[0]
+
+
+def test_a_mask_beyond_the_range_that_leaves_nothing_of_a_row_is_accused() -> None:
+    seen = torch.ones(8, 8).tril().bool() & (torch.arange(8) != 3)[:, None]
+    model, loss = masked("where", seen, -1e9)
+    found = blame(loss, model=model, dtype=torch.float16, emulate=False)
+    assert (found.rows[0].operator, found.rows[0].overflowed) == ("where", 28 + 4)
+
+
+@pytest.mark.parametrize(
+    ("through", "guilty"),
+    [
+        (lambda y: y.clamp(-1, 1), False),
+        (lambda y: 1e4 / y, True),  # 0, and no NaN
+        (lambda y: torch.sigmoid(y * torch.ones(4, requires_grad=True)), True),  # its gradient: 0 * inf
+    ],
+)
+def test_an_overflow_is_accused_if_the_loss_or_a_gradient_changes_with_it(through: Any, guilty: bool) -> None:
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    loss: Loss = lambda: through((1e9 * model(x)).half()).float().square().mean()  # noqa: E731
+    found = blame(loss, model=model, dtype=torch.float16)
+    assert bool(found.guilty) is guilty
+    assert all((row.operator, row.reason.split()[-1]) == ("half", "overflowed") for row in found.guilty[:1])
+
+
+def with_data(value: float) -> Tensor:
+    x = torch.randn(8, 4)
+    x[3] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    ("value", "part", "said"),
+    [
+        (0.0, lambda y: y.square().sum(-1).sqrt(), "gradient of weight has NaN .* pass of sqrt .* makes inf"),
+        (0.0, lambda y: y.abs().pow(0.5), "gradient of weight has NaN .* pass of pow .* makes inf"),
+        (
+            0.0,
+            lambda y: torch.where(y == 0, 0.0, y / y),
+            "gradient of weight has NaN .* pass of div .* makes NaN",
+        ),
+        (0.0, lambda y: y / y, "loss is nan .*: div .* makes NaN first"),
+        (0.0, lambda y: y.square().log().abs(), "loss is inf .*: log .* makes inf first"),
+        (math.nan, lambda y: y, "loss is nan .*: what linear .* is given has NaN first"),
+        (0.0, lambda y: y.masked_fill(y == 0, -math.inf).softmax(-1), "loss is nan .*: softmax .* makes NaN"),
+    ],
+)
+@BOTH
+def test_what_is_not_finite_in_float32_as_well_is_said_and_nobody_is_accused(
+    value: float, part: Any, said: str, dtype: torch.dtype
+) -> None:
+    model, x = nn.Linear(4, 4, bias=False), with_data(value)
+    loss: Loss = lambda: part(model(x)).mean()  # noqa: E731
+    found = blame(loss, model=model, dtype=dtype)
+    assert re.search(f"The {said}", found.not_finite)
+    assert "in float32 as well" in found.summary()
+    assert not found.guilty
+    assert all(math.isnan(row.effect) for row in found.rows)
+    with pytest.raises(UsageError, match="No table can help"):
+        tune(loss, model=model, dtype=dtype)
 
 
 def test_a_table_and_rules_of_modules_are_those_of_the_region() -> None:

@@ -31,6 +31,7 @@ CUT = ("source", "operator", "module")
 RIGHT = ("effect", "local", "ratio")
 MODEL = "the model"  # the module whose path is empty
 SMALL = 2.0**-10  # of a gradient in float16, whose normal numbers end at 2**-14
+ITSELF = "it"  # as what breaks of a row
 FAILED = "could not be compared"  # in the note of an operator
 ONLY_PRODUCTS = (
     "Only products are accused. Their rounding is amplified by what comes after them, such as large "
@@ -67,18 +68,22 @@ class BlameRow:
             gives for the very same inputs; the largest of the calls.
         effect: the predicted relative error of the step's gradients through this row alone, in the 2-norm
             over all parameters; a parameter's gradient counts times the root mean square of the parameter.
-            inf if the row overflowed.
+            inf if the row overflowed or `breaks` something; NaN if the gradients are not finite.
         loss_effect: the predicted change of the loss through this row alone, relative to the loss (or, where
             that is larger, to the weighted norm of the gradients); 0 in the backward direction.
         values: the number of values that it returned.
         lost: the number of values that are zero, but not in float32.
         lost_share: the part of the 2-norm that those values have; the largest of the calls.
-        overflowed: the number of values that are not finite, but are in float32.
+        overflowed: the number of values that are not finite, but are for the very same inputs in float32.
+            In the forward direction they count only if they change the loss or a gradient, as the -inf of a
+            mask does not.
         peak: the largest magnitude, in float32, times the loss scale for gradients.
         limit: the largest number of `runs`.
         flops: floating-point operations of its products in the forward pass, twice that in the backward pass.
         parameter: the parameter whose gradient suffers most; empty where that was not measured.
         parameter_error: the relative error of that parameter's gradient through this row alone.
+        breaks: the operator that makes inf or NaN of what this row lost to zero; "it" if the row itself makes
+            them of what was rounded before; empty if there are none.
         severity: how many times more the row loses than is expected of such an operator.
     """
 
@@ -103,6 +108,7 @@ class BlameRow:
     flops: int = 0
     parameter: str = ""
     parameter_error: float = 0.0
+    breaks: str = ""
     severity: float = 0.0
 
     @property
@@ -125,6 +131,12 @@ class BlameRow:
         """What it lost, in a few words."""
         if self.overflowed:
             return f"{self.overflowed:,} of {self.values:,} values overflowed"
+        if self.breaks:
+            if self.breaks == ITSELF:
+                return "it makes inf or NaN of values that were rounded before"
+            return (
+                f"{self.lost:,} of {self.values:,} values became zero: {self.breaks} makes inf or NaN of them"
+            )
         if self.flushed >= ALLOWED_LOST:
             return f"{self.flushed:.0%} of the gradient became zero"
         if self.direction == "backward" and self.runs.startswith("float16") and 0 < self.peak < SMALL:
@@ -150,6 +162,10 @@ class BlameRow:
     def _shown_effect(self) -> str:
         if self.overflowed:
             return "overflow"
+        if self.breaks:
+            return "inf, NaN"
+        if math.isnan(self.effect):
+            return "unknown"
         if self.flushed >= ALLOWED_LOST:
             return f"{self.flushed:.0%} zero"
         return f"{max(self.effect, abs(self.loss_effect)):.1e}"
@@ -170,6 +186,8 @@ class Blame:
         notes: sentences about how the step was run.
         flops: the floating-point operations of all products in the forward pass.
         low_flops: those in low precision.
+        not_finite: what is inf or NaN in float32 as well, and which operator makes it first, as a sentence;
+            empty if loss and gradients are finite.
     """
 
     rows: Sequence[BlameRow]
@@ -181,6 +199,7 @@ class Blame:
     notes: Sequence[str] = ()
     flops: int = 0
     low_flops: int = 0
+    not_finite: str = ""
 
     @property
     def guilty(self) -> list[BlameRow]:
@@ -205,7 +224,9 @@ class Blame:
         change = (self.loss - self.float32_loss) / size
         predicted = (self.predicted_loss - self.float32_loss) / size
         found = self.guilty
-        if not math.isfinite(self.float32_loss):
+        if self.not_finite:
+            verdict = self.not_finite
+        elif not math.isfinite(self.float32_loss):
             verdict = f"The loss is {self.float32_loss} in float32 as well, so precision is not the cause."
         elif found:
             first = found[0]
@@ -222,10 +243,11 @@ class Blame:
             compared = "that could be compared " if any(FAILED in note for note in self.notes) else ""
             verdict = f"No operator {compared}loses more than is expected in {self.dtype}."
         scale = "" if self.loss_scale == 1 else f" with the loss scale {self.loss_scale:g}"
+        error = self.gradient_error
         return (
             f"{verdict} Loss: {self.loss:.6g} in {self.dtype}{scale}, {self.float32_loss:.6g} in float32; "
-            f"relative difference {change:+.1e}, predicted {predicted:+.1e}. Predicted relative error of the "
-            f"gradients: {self.gradient_error:.1e}."
+            f"relative difference {change:+.1e}, predicted {predicted:+.1e}."
+            + ("" if math.isnan(error) else f" Predicted relative error of the gradients: {error:.1e}.")
         )
 
     @property
@@ -233,7 +255,7 @@ class Blame:
         """Whether the loss changes by much more than the rows predict."""
         change, rest = self.loss - self.float32_loss, self.loss - self.predicted_loss
         allowed = UNEXPLAINED * ROUNDOFFS.get(self.dtype, 2.0**-4) * abs(self.float32_loss)
-        return abs(rest) > max(0.5 * abs(change), allowed)
+        return not abs(rest) <= max(0.5 * abs(change), allowed)  # also where it is NaN in low precision alone
 
     def table(self) -> list[dict[str, str]]:
         """Return the rows as text, heading to cell."""
@@ -291,21 +313,23 @@ def with_parameters(found: Blame, differences: Callable[[BlameRow], Iterable[tup
     """
     rows = list(found.rows)
     for at, row in enumerate(rows[:MEASURED]):
-        error, name = max(differences(row), default=(0.0, "")) if row.guilty else (0.0, "")
+        measured = differences(row) if row.guilty else ()
+        error, name = max((each for each in measured if math.isfinite(each[0])), default=(0.0, ""))
         if error:
             rows[at] = replace(row, parameter=name, parameter_error=error)
     return replace(found, rows=rows)
 
 
 def _severity(row: BlameRow, roundoff: float, emulated: bool) -> float:
-    if row.overflowed:
+    if row.overflowed or row.breaks:
         return math.inf
     allowed = ALLOWED_EXPLICIT if emulated and row.part != "product" else ALLOWED[row.part]
-    return max(
+    ratios = (
         row.effect / (allowed * roundoff),
         abs(row.loss_effect) / (ALLOWED_LOSS * roundoff),
         row.flushed / ALLOWED_LOST,
     )
+    return max(0.0, *(ratio for ratio in ratios if not math.isnan(ratio)))
 
 
 def _sorted(rows: Iterable[BlameRow]) -> list[BlameRow]:
@@ -335,6 +359,7 @@ def _together(rows: Sequence[BlameRow]) -> BlameRow:
         lost=sum(row.lost for row in rows),
         lost_share=max(row.lost_share for row in rows),
         overflowed=sum(row.overflowed for row in rows),
+        breaks=next((row.breaks for row in rows if row.breaks), ""),
         peak=max(row.peak for row in rows),
         flops=sum(row.flops for row in rows),
     )

@@ -181,10 +181,11 @@ def tune(
         return found
 
     before = current = rehearse(table)
-    if not math.isfinite(before.float32_loss):
+    if before.not_finite or not math.isfinite(before.float32_loss):
+        what = before.not_finite or f"The loss is {before.float32_loss} in float32."
         raise UsageError(
-            f"The loss is {before.float32_loss} in float32, so no table can help. Look for what is not "
-            "finite: the data, a division by 0, a logarithm of 0."
+            f"{what} No table can help. Look for what is not finite: the data, a division by 0, a logarithm "
+            "of 0."
         )
     modules = list(dict.fromkeys(row.module for row in before.rows))
     rehearsals, kept, useless = 1, list[Kept](), set[Useless]()
@@ -234,7 +235,8 @@ def _count(number: int, name: str) -> str:
 
 def _missed(blame: Blame, target: float) -> bool:
     """Return whether a step is worse than it may be."""
-    return bool(_broken(blame)) or blame.gradient_error > target or abs(_loss_change(blame.rows)) > target
+    errors = blame.gradient_error, abs(_loss_change(blame.rows))
+    return bool(_broken(blame)) or not all(error <= target for error in errors)
 
 
 def _is_worse(one: Blame, other: Blame) -> bool:
@@ -249,11 +251,11 @@ def _is_worse(one: Blame, other: Blame) -> bool:
 
 
 def _broken(blame: Blame) -> list[BlameRow]:
-    """Return the rows that overflow; if none does, those that flush gradients to zero.
+    """Return the rows that make inf or NaN; if none does, those that flush gradients to zero.
 
     After an overflow nothing else can be judged.
     """
-    overflows = [row for row in blame.rows if row.overflowed]
+    overflows = [row for row in blame.rows if row.overflowed or row.breaks]
     return overflows or [row for row in blame.rows if row.flushed >= ALLOWED_LOST]
 
 

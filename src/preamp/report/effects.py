@@ -29,8 +29,10 @@ def effects_figure(blame: Blame) -> str:
     for at, row in enumerate(rows):
         length = min(row.severity, top)
         axes.barh(at, max(length, LOWEST), color=COLORS[row.direction], height=0.7, left=LOWEST / 2)
-        if row.overflowed:
-            axes.text(top * 0.9, at, "overflow", color="white", ha="right", va="center", fontsize=9)
+        if math.isinf(row.severity):
+            axes.text(
+                top * 0.9, at, row.cells()["effect"], color="white", ha="right", va="center", fontsize=9
+            )
     axes.axvline(1.0, color="#222222", linestyle="--", linewidth=1)
     axes.set_xscale("log")
     axes.set_axisbelow(True)

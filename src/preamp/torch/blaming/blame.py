@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from preamp.errors import CastingError, UsageError
 from preamp.torch.autocasting.region import autocast
 from preamp.torch.autocasting.rules import EMULATED
 from preamp.torch.blaming.calls import LOW
+from preamp.torch.blaming.nonfinite import Search, what_is_in
 from preamp.torch.blaming.recorder import Finished, Recorder, size_of
 from preamp.torch.blaming.tallies import TINY, Place, norm_of
 from preamp.torch.nested import how_to_write
@@ -29,8 +31,8 @@ from preamp.torch.scaling.unscaled import watch
 
 FIRST_SCALE = 2.0**16  # with which dynamic loss scaling starts
 REPAIRED = (
-    "Values that overflowed were replaced by the largest number of the format, and the loss is computed from "
-    "these."
+    "What is not finite in low precision alone was replaced by what float32 has, at most the largest number "
+    "of the format, and the loss is computed from that."
 )
 HALF = (
     "Some weights are in low precision themselves. Emulated products return float32, so what follows them "
@@ -180,12 +182,30 @@ class Step:
             *recorder.failures,
         ]
 
-    def _run_with(self, casting: Casting | None, loss_scale: float, *, takes_scale: bool = False) -> Blame:
-        recorder, losses = self._recorded(casting, loss_scale, takes_scale=takes_scale)
+    def _run_with(
+        self,
+        casting: Casting | None,
+        loss_scale: float,
+        search: Search | None = None,
+        *,
+        takes_scale: bool = False,
+    ) -> Blame:
+        """Return the rows; where something is not finite, run again to see what that does."""
+        recorder, losses = self._recorded(casting, loss_scale, search=search, takes_scale=takes_scale)
         norm = self._backward(recorder, losses)
         exact, loss = losses["exact"].item(), losses["low"].item()
+        are_finite = math.isfinite(exact) and math.isfinite(norm)
+        if search is None and not (are_finite and math.isfinite(loss) and not recorder.repaired):
+            return self._run_with(casting, loss_scale, Search(), takes_scale=takes_scale)
+        cause = "" if are_finite else self._not_finite_in_float32(exact)
+        recorder.judge(in_low_precision=not cause)
         # Of losses around 0, what the loss changes by where the weights change by their size.
-        size = max(norm, next((abs(value) for value in (exact, loss) if math.isfinite(value)), 1.0))
+        size = max(
+            norm if math.isfinite(norm) else 0.0,
+            next((abs(value) for value in (exact, loss) if math.isfinite(value)), 1.0),
+        )
+        if cause:  # then nothing is known of effects
+            norm = size = math.nan
         rows = [tally.row(place, norm, size) for place, tally in recorder.tallies.items()]
         changes = sum(tally.loss_change for tally in recorder.tallies.values())
         limits = torch.finfo(self._dtype)
@@ -199,7 +219,33 @@ class Step:
             self._notes_of(recorder),
             recorder.flops,
             recorder.low_flops,
+            cause,
         )
+
+    def _not_finite_in_float32(self, loss: float) -> str:
+        """Return which operator makes inf or NaN in float32 as well, as a sentence; "" if none does."""
+        search = Search()
+        recorder, losses = self._recorded(None, 1.0, search=search, in_float32=True)
+        as_well = "in float32 as well, so precision is not the cause"
+        if not math.isfinite(loss):
+            return f"The loss is {loss} {as_well}: {search.maker} first."
+        bad: dict[str, str] = {}
+
+        def arrived(name: str, leaf: Tensor) -> None:
+            if what := what_is_in(_taken(leaf)):
+                bad[name] = what
+
+        for tensor, leaf in recorder.here.leaves:
+            hook = partial(arrived, recorder.name_of(tensor))
+            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        _run_backward(losses["here"])
+        search.end()
+        if not bad:
+            return ""
+        name, what = next(iter(bad.items()))
+        more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
+        maker = ": the backward pass of {} makes {} first".format(*search.first) if search.first else ""
+        return f"The gradient of {name}{more} has {what} {as_well}{maker}."
 
     def differences(
         self, row: BlameRow, casting: Casting | None, loss_scale: float
@@ -214,12 +260,16 @@ class Step:
         loss_scale: float,
         alone: Place | None = None,
         random_seed: int | None = None,
+        search: Search | None = None,
         *,
         takes_scale: bool = False,
+        in_float32: bool = False,
     ) -> tuple[Recorder, dict[str, Tensor]]:
         """Run the step's forward pass; return the loss in each world."""
         modules = RunningModules(self._model, lambda module: recorder.keep(list(module.buffers())))
-        recorder = Recorder(self._device_type, loss_scale, modules, self._seed, alone)
+        recorder = Recorder(
+            self._device_type, loss_scale, modules, self._seed, alone, search, in_float32=in_float32
+        )
         recorder.takes_scale = takes_scale
         recorder.keep([] if self._model is None else list(self._model.buffers()))
         with ExitStack() as stack:
@@ -257,19 +307,25 @@ class Step:
                 "The loss does not depend on a tensor that requires gradients, through PyTorch's operators. "
                 "Compute it inside of the function to blame, from the parameters themselves."
             )
+        if search is not None:
+            search.arrive(loss)
         return recorder, {
             "low": loss.detach(),
             **{name: world.of(loss) for name, world in recorder.worlds.items()},
         }
 
     def _backward(self, recorder: Recorder, losses: dict[str, Tensor]) -> float:
-        """Run the backward passes; return the norm of the gradients, weighted by the parameters' sizes."""
-        squares: list[float] = []
+        """Run the backward passes; return the norm of the gradients, weighted by the parameters' sizes.
+
+        It is NaN if a gradient is not finite.
+        """
+        squares: list[float] = []  # NaN where a gradient is not finite
 
         def arrived(leaf: Tensor) -> None:
             gradient = _taken(leaf)
             if gradient is not None and recorder.counts_backward:
-                squares.append(norm_of(size_of(leaf) * gradient) ** 2)
+                is_finite = not what_is_in(gradient)
+                squares.append(norm_of(size_of(leaf) * gradient) ** 2 if is_finite else math.nan)
 
         for _, leaf in recorder.here.leaves:
             leaf.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
@@ -282,6 +338,8 @@ class Step:
             _run_backward(losses["here"], retain_graph=True)
             recorder.counts_forward, recorder.counts_backward, recorder.gate.is_open = True, False, True
         _run_backward(losses["here"], losses["there"])
+        if recorder.search is not None:
+            recorder.search.end()
         return math.sqrt(math.fsum(squares))
 
     def _differences(self, recorder: Recorder, losses: dict[str, Tensor]) -> list[tuple[float, str]]:

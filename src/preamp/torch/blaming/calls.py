@@ -61,6 +61,11 @@ def is_tracked(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+def raised(x: Tensor) -> Tensor:
+    """Return a tensor in low precision in float32, any other as it is."""
+    return x.float() if x.dtype in LOW else x
+
+
 def written(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the tensor that a call writes into, None if there is none."""
     name = name_of(function)

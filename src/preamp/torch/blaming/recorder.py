@@ -19,7 +19,7 @@ import contextlib
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import preamp
 from preamp.arrays import torch_compat as compat
+from preamp.autocasting.blame import ITSELF, MODEL
 from preamp.autocasting.report import OUTSIDE
+from preamp.autocasting.report import place as in_words
 from preamp.errors import UsageError
 from preamp.torch.autocasting import modes, operators
 from preamp.torch.autocasting.modes import TorchAutocast
 from preamp.torch.blaming import calls
-from preamp.torch.blaming.calls import LOW, is_tracked
+from preamp.torch.blaming.calls import LOW, is_tracked, raised
+from preamp.torch.blaming.nonfinite import Search, Unrepaired, what_is_in
 from preamp.torch.blaming.saved import Kept, Packed, Saved, difference_of, packed, unpacked
 from preamp.torch.blaming.tallies import Errors, Place, Tally, sum_of
 from preamp.torch.running_modules import RunningModules
@@ -131,8 +134,8 @@ class World:
     def _leaf(self, tensor: Tensor) -> Tensor:
         value = tensor.detach()
         if not tensor.requires_grad:  # a buffer, which a call may write into
-            return _raised(value).clone()
-        copy = _raised(value).clone() if tensor in self.written else _raised(value)
+            return raised(value).clone()
+        copy = raised(value).clone() if tensor in self.written else raised(value)
         if self._noise is not None:
             noise = torch.randn(copy.shape, generator=self._noise, dtype=torch.float32)
             copy = copy + STEP * size_of(copy) * noise.to(copy)
@@ -182,6 +185,12 @@ class Call:
 
     Attributes:
         deltas: what each of its results differs in, None where in nothing; empty if none differs.
+        limit: the largest number of its lowest precision.
+        is_low: whether it has low precision in it; else it is compared for what is not finite alone.
+        unrepaired: the inputs, by place, in which the program has inf or NaN that was replaced here.
+        zeros: the rows that lost values of its inputs to zero.
+        losers: its own row, if it lost values to zero.
+        suspects: the rows that make its results not finite, as in `Unrepaired`.
     """
 
     def __init__(
@@ -192,9 +201,16 @@ class Call:
         spec: Any,
         inputs: Sequence[int],
         written: int | None,
-        limit: float,
+        low: Sequence[torch.dtype],
     ) -> None:
-        self._recorder, self._func, self._spec, self.limit = recorder, func, spec, limit
+        self.limit = min(torch.finfo(dtype).max for dtype in (*low, torch.float32))
+        self.is_low = bool(low)
+        self.unrepaired: dict[int, Unrepaired] = {}
+        self.zeros: dict[Place, str] = {}
+        self.losers: dict[Place, str] = {}
+        self.suspects: dict[Place, str] = {}
+        self.place: Place
+        self._recorder, self._func, self._spec = recorder, func, spec
         self._written = written
         self._inputs, self._dtypes = inputs, [leaves[at].dtype for at in inputs]
         self._leaves = [None if at in inputs else leaf for at, leaf in enumerate(leaves)]
@@ -271,35 +287,48 @@ class Call:
         wanted = [place for place, version in self._wanted if kept and kept[place][0]._version == version]
         if not wanted:
             return
-        leaves = list(self._leaves)
-        inputs: dict[int, Tensor] = {}
-        for place, at in enumerate(self._inputs):
-            low = leaves[at] = kept[place][0].to(self._dtypes[place], copy=place == self._written).detach()
-            if place in wanted:
-                inputs[place] = low.requires_grad_()
-        args, kwargs = compat.tree_unflatten(leaves, self._spec)
+        bases = [kept[place][0] for place in range(len(self._inputs))]
         try:
-            with self._state.restored(self._recorder.device_type), torch.enable_grad():
-                value = self._func(*args, **kwargs)
-            if self._written is not None:
-                value = leaves[self._inputs[self._written]]
-            results = _tracked(value)
-            pairs = [
-                (low, self._rounded(gradient, low.dtype))
-                for low, gradient in zip(results, gradients, strict=True)
-                if gradient is not None and low.requires_grad
-            ]
-            if not pairs:
-                return
-            lows, rounded = zip(*pairs, strict=True)
-            found = torch.autograd.grad(lows, list(inputs.values()), rounded, allow_unused=True)
+            found = self._low_gradients(bases, wanted, gradients)
+            if self.unrepaired:
+                given = [
+                    self.unrepaired[place].value if place in self.unrepaired else base
+                    for place, base in enumerate(bases)
+                ]
+                changed = self._low_gradients(given, wanted, gradients)
+                if any(what_is_in(changed[place]) and not what_is_in(found[place]) for place in found):
+                    self._recorder.confirm(self.unrepaired.values())
         except REFUSALS as error:
             self._recorder.note_failure(self._func, "backward", error)
             return
-        for place, gradient in zip(inputs, found, strict=True):
-            if gradient is not None:
-                self._low[place] = gradient
-                self._inputs_kept[place] = kept[place]
+        self._low |= found
+        self._inputs_kept = {place: kept[place] for place in found}
+
+    def _low_gradients(
+        self, inputs: Sequence[Tensor], wanted: Sequence[int], gradients: Sequence[Tensor | None]
+    ) -> dict[int, Tensor]:
+        """Return the gradients of the inputs at some places, computed in low precision."""
+        leaves = list(self._leaves)
+        lows: dict[int, Tensor] = {}
+        for place, at in enumerate(self._inputs):
+            low = leaves[at] = inputs[place].to(self._dtypes[place], copy=place == self._written).detach()
+            if place in wanted:
+                lows[place] = low.requires_grad_()
+        args, kwargs = compat.tree_unflatten(leaves, self._spec)
+        with self._state.restored(self._recorder.device_type), torch.enable_grad():
+            value = self._func(*args, **kwargs)
+        if self._written is not None:
+            value = leaves[self._inputs[self._written]]
+        pairs = [
+            (low, self._rounded(gradient, low.dtype))
+            for low, gradient in zip(_tracked(value), gradients, strict=True)
+            if gradient is not None and low.requires_grad
+        ]
+        if not pairs:
+            return {}
+        results, rounded = zip(*pairs, strict=True)
+        found = torch.autograd.grad(results, list(lows.values()), rounded, allow_unused=True)
+        return {place: gradient for place, gradient in zip(lows, found, strict=True) if gradient is not None}
 
     def _rounded(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a scaled gradient in the dtype of its result.
@@ -355,7 +384,8 @@ class Recorder(TorchFunctionMode):
         gate: what gradients do where the program stops them.
         counts_forward: whether what results differ in is counted while a backward pass runs.
         counts_backward: whether what gradients differ in is.
-        repaired: whether something overflowed, and the largest number was taken instead.
+        search: follows inf and NaN through the step, for which all calls are compared; None does not.
+        repaired: whether something was not finite, and another number was taken instead.
         takes_scale: whether the scale of a scaler that the program calls becomes the loss scale.
     """
 
@@ -366,6 +396,9 @@ class Recorder(TorchFunctionMode):
         modules: RunningModules,
         seed: int,
         alone: Place | None = None,
+        search: Search | None = None,
+        *,
+        in_float32: bool = False,
     ) -> None:
         """Make a recorder for one run.
 
@@ -376,13 +409,16 @@ class Recorder(TorchFunctionMode):
             seed: of the noise on the weights of `there`.
             alone: a row. `there` then has the weights of `here`, and the gradients of its leaves differ from
                 those of `here` by what this row does. Nothing else is counted.
+            search: what follows inf and NaN.
+            in_float32: nothing is compared, so that `here` is the step in float32, with its gradients.
         """
         super().__init__()
         self.device_type, self.loss_scale = device_type, loss_scale
         self.tallies: dict[Place, Tally] = {}
         self.failures: dict[str, None] = {}
         self.flops = self.low_flops = 0
-        self._modules, self._alone = modules, alone
+        self._modules, self._alone, self._in_float32 = modules, alone, in_float32
+        self.search = search
         self._thread = threading.get_ident()
         noise = torch.Generator().manual_seed(seed) if alone is None else None
         self.here, self.there, self.exact = World(), World(noise), World(gradients=False)
@@ -406,6 +442,34 @@ class Recorder(TorchFunctionMode):
         """Note that a call could not be compared."""
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         self.failures[f"{calls.operator_of(func)} could not be compared in the {what} pass: {reason}"] = None
+
+    def confirm(self, found: Iterable[Unrepaired]) -> None:
+        """Note rows without whose inf and NaN the loss or a gradient would be another."""
+        if self.search is not None:
+            for each in found:
+                self.search.confirmed |= each.suspects
+
+    def judge(self, *, in_low_precision: bool) -> None:
+        """Forget the overflows that change neither the loss nor a gradient, as those of an infinite mask.
+
+        Args:
+            in_low_precision: whether the loss and the gradients are finite in float32; else nothing is known.
+        """
+        if self.search is None:
+            return
+        confirmed = self.search.confirmed if in_low_precision else {}
+        if in_low_precision and self.search.first is not None:
+            call, _ = self.search.first
+            breaks = f"the backward pass of {_maker(call.place)}"
+            if not call.zeros:
+                call.backward()
+            own = {call.place._replace(direction="backward"): ITSELF}
+            confirmed = {**(dict.fromkeys(call.zeros, breaks) or own), **confirmed}
+        self.repaired = bool(confirmed)
+        for place, tally in self.tallies.items():
+            if place.direction == "forward" and place not in confirmed:
+                tally.overflowed = 0
+            tally.breaks = confirmed.get(place, "")
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the path of a parameter of a module that has run."""
@@ -533,10 +597,13 @@ class Recorder(TorchFunctionMode):
         emulated = self._emulated(func)
         formats = {tensor.dtype for tensor in (*lows, *results)} | ({emulated} if emulated else set())
         low = [dtype for dtype in formats if dtype in LOW]
-        call: Call | None = None
-        if low:
-            limit = min(torch.finfo(dtype).max for dtype in low)
-            call = Call(self, func, leaves, spec, inputs, written, limit)
+        search, call = self.search, None
+        if (low or search) and not self._in_float32:
+            call = Call(self, func, leaves, spec, inputs, written, low)
+        otherwise = results
+        if search and call:
+            call.unrepaired, call.zeros = search.of(tensors)
+            otherwise = self._otherwise(call, func, leaves, spec, inputs, results, written, before)
         made: dict[str, _Made] = {}
         products = self._flop_counter()
         for name, world in self.worlds.items():
@@ -546,13 +613,22 @@ class Recorder(TorchFunctionMode):
             with products if is_counted else nullcontext():
                 made[name] = self._in_world(world, call, func, leaves, spec, inputs, results, written)
         self.flops += products.flops
-        self.low_flops += products.flops if call else 0
+        self.low_flops += products.flops if low else 0
         with _plain(self.device_type), torch.no_grad():
             if is_random:  # what is drawn in two dtypes differs: float32's is taken
                 for result, copy in zip(results, made["here"].results, strict=True):
                     result.copy_(copy)
             if call is not None:
                 self._compare(call, func, lows, results, emulated, made, written, is_random, products.flops)
+            given = dict(zip(map(id, lows), tensors, strict=True))
+            own = [given.get(id(result), result) for result in results]  # the program's
+            if search and call:
+                search.follow(call, own, results, otherwise, made["exact"].results)
+                search.watch(made["here"].results, call)
+            elif search:
+                maker = _maker(self._place(func))
+                search.note(maker, tensors, made["exact"].inputs, own, made["exact"].results)
+                search.watch(made["here"].results, maker)
             if written is not None:
                 target.copy_(lows[written])
         is_cut = self._is_cut(func)
@@ -565,9 +641,34 @@ class Recorder(TorchFunctionMode):
             self._required[result] = required
             if is_cut:
                 self._behind[result] = True
-        given = dict(zip(map(id, lows), tensors, strict=True))
         flat, form = compat.tree_flatten(value)
         return compat.tree_unflatten([given.get(id(leaf), leaf) for leaf in flat], form)
+
+    def _otherwise(
+        self,
+        call: Call,
+        func: Callable[..., Any],
+        leaves: list[Any],
+        spec: Any,
+        inputs: list[int],
+        results: Sequence[Tensor],
+        written: int | None,
+        states: Sequence[Tensor],
+    ) -> list[Tensor]:
+        """Return the results of a call as the program has them, without replacing what is not finite."""
+        if not call.unrepaired:
+            return [result if raised(result).isfinite().all() else result.clone() for result in results]
+        lows: list[Tensor] = [leaves[at].detach() for at in inputs]
+        for place, each in call.unrepaired.items():
+            lows[place] = each.value
+        if written is not None:
+            lows[written] = lows[written].clone()
+        _set_random_states(self.device_type, states)
+        value = _called(func, _filled(leaves, inputs, lows), spec)
+        found = _tracked(value) if written is None else [lows[written]]
+        is_random = not all(map(torch.equal, states, _random_states(self.device_type)))
+        pairs = zip(found, results, strict=True)  # what is drawn in two dtypes differs
+        return [result if is_random and raised(one).isfinite().all() else one for one, result in pairs]
 
     def _in_world(
         self,
@@ -616,7 +717,7 @@ class Recorder(TorchFunctionMode):
                 dtypes = [leaves[at].dtype for at in inputs]
                 lows = [copy.to(dtype) for copy, dtype in zip(copies, dtypes, strict=True)]
                 found = _tracked(_called(func, _filled(leaves, inputs, lows), spec))
-                return _Made(copies, [_raised(result) for result in found])
+                return _Made(copies, [raised(result) for result in found])
             return _Made(copies, _tracked(value) if written is None else [copies[written]])
 
     def _is_cut(self, func: Callable[..., Any]) -> bool:
@@ -650,29 +751,42 @@ class Recorder(TorchFunctionMode):
         watched = self._alone is None and written is None
         for at, (result, copy) in enumerate(zip(results, here.results, strict=True)):
             limit = torch.finfo(emulated or result.dtype).max
-            errors = Errors.between(_raised(result), copy.detach(), limit, made["exact"].results[at])
+            errors = Errors.between(raised(result), copy.detach(), limit, made["exact"].results[at])
             found.append(errors)
+        runs = f"{str(emulated)[6:]} emulated" if emulated else _dtype_name(results[0])
+        rounds = (
+            runs
+            if emulated
+            else next((_dtype_name(each) for each in (*lows, *results) if each.dtype in LOW), runs)
+        )
+        index = self._next_index()
+        call.place = place
+        call.forward = partial(self._tally, place, index, inputs, runs, limit)
+        backward = place._replace(direction="backward")
+        call.backward = partial(self._tally, backward, index, inputs, rounds, call.limit)
+        call.flops = flops
+        if not call.is_low and not call.unrepaired and all(errors.bad is None for errors in found):
+            return
+        for at, (result, errors) in enumerate(zip(results, found, strict=True)):
             if errors.bad is not None:  # so that what comes after it can be compared
                 result.copy_(errors.repaired)
                 self.repaired = True
             here.correct(at, errors, in_place=written is not None, watched=watched)
             if not (is_alone and place == self._alone):
                 there.correct(at, errors, in_place=written is not None, watched=watched)
-        runs = f"{str(emulated)[6:]} emulated" if emulated else _dtype_name(results[0])
-        rounds = (
-            runs if emulated else next(_dtype_name(each) for each in (*lows, *results) if each.dtype in LOW)
-        )
-        index = self._next_index()
-        call.forward = partial(self._tally, place, index, inputs, runs, limit)
-        backward = place._replace(direction="backward")
-        call.backward = partial(self._tally, backward, index, inputs, rounds, call.limit)
-        call.flops = flops
         if any(errors.delta is not None or errors.overflowed for errors in found):
             call.forward().calls += 1
             call.forward().flops += flops
             for errors in found:
                 call.forward().add(errors)
             call.deltas = [None if one.delta is None else packed(one.delta) for one in found]
+        if any(errors.lost for errors in found):
+            call.losers = {place: ""}
+        if any(errors.overflowed for errors in found):
+            call.suspects = {place: ""}
+        elif any(errors.bad is not None for errors in found):  # of what was lost before
+            call.suspects = dict.fromkeys(call.zeros, _maker(place)) or {place: ITSELF}
+            call.forward()
         storages = {low.untyped_storage().data_ptr() for low in lows}
         is_view = written is None and all(
             result.untyped_storage().data_ptr() in storages for result in results
@@ -721,17 +835,18 @@ class _Made(NamedTuple):
         """Add what a call differs in to a result."""
         result = self.results[at]
         with torch.enable_grad():
-            if errors.delta is not None:
+            if (
+                errors.bad is not None
+            ):  # to what replaces it, with its gradient, unless it is not finite either
+                moved = result - errors.reference
+                moved = errors.repaired + torch.where(moved.isfinite(), moved, 0.0)
+                other = result.clone() if errors.delta is None else result + errors.delta
+                changed = torch.where(errors.bad, moved, other)
+                result = result.copy_(changed) if in_place else changed
+            elif errors.delta is not None:
                 result = result.add_(errors.delta) if in_place else result + errors.delta
-                if not result.requires_grad and watched:  # of data: what it differs in changes gradients, too
-                    result = result.detach().requires_grad_()
-            if errors.bad is not None:
-                bad = errors.bad & ~result.isfinite()
-                result = (
-                    result.copy_(torch.where(bad, errors.repaired, result.clone()))
-                    if in_place
-                    else (torch.where(bad, errors.repaired, result))
-                )
+            if errors.delta is not None and not result.requires_grad and watched:
+                result = result.detach().requires_grad_()  # of data: its difference changes gradients, too
         self.results[at] = result
 
 
@@ -769,10 +884,6 @@ def _tracked(value: object) -> list[Tensor]:
     return [leaf for leaf in compat.tree_leaves(value) if is_tracked(leaf)]
 
 
-def _raised(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in LOW else x
-
-
 def _raised_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in LOW else dtype
 
@@ -783,6 +894,10 @@ def _is_low(value: object) -> bool:
 
 def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _maker(place: Place) -> str:
+    return f"{place.operator} {in_words(place.module or MODEL, place.source)}"
 
 
 def _source() -> str:

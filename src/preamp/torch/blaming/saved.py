@@ -143,7 +143,7 @@ class Saved:
         key = (address, x._version, base.untyped_storage().data_ptr(), base._version)
         packed = self._known.get(key)
         if packed is None:
-            memory, other = _memory_of(x), _memory_of(base)
+            memory, other = memory_of(x), memory_of(base)
             packed = Packed(len(other), lambda start, end: memory[start:end] - other[start:end], x.device)
             if packed.is_zero:
                 return base
@@ -208,6 +208,6 @@ def _have_one_layout(x: Tensor, other: Tensor) -> bool:
     )
 
 
-def _memory_of(x: Tensor) -> Tensor:
+def memory_of(x: Tensor) -> Tensor:
     """Return all values of a tensor's memory, of which a view may have some."""
     return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)

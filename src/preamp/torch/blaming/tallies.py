@@ -54,6 +54,7 @@ class Tally:
     overflowed: int = 0
     peak: float = 0.0
     flops: int = 0
+    breaks: str = ""
 
     def add(self, errors: Errors, own: float = 1.0, inherited: float = 0.0, scale: float = 1.0) -> None:
         """Add what one tensor differs in.
@@ -105,7 +106,7 @@ class Tally:
             **place._asdict(),
             **same,
             part=part_of(place.operator),
-            effect=math.inf if self.overflowed else self.effect() / max(norm, TINY),
+            effect=math.inf if self.overflowed or self.breaks else self.effect() / max(norm, TINY),
             loss_effect=self.loss_change / max(loss, TINY),
         )
 
@@ -116,6 +117,7 @@ class Errors:
 
     Attributes:
         delta: low minus float32, 0 where either is not finite; None if the two are equal.
+        reference: the float32 tensor.
         bad: where low is not finite, but should be; None if it is nowhere.
         repaired: what low is replaced by where it is bad.
         relative: the 2-norm of `delta`, divided by that of the float32 tensor.
@@ -123,6 +125,7 @@ class Errors:
     """
 
     delta: Tensor | None
+    reference: Tensor
     bad: Tensor | None
     repaired: Tensor
     relative: float
@@ -141,7 +144,7 @@ class Errors:
             reference: what float32 gives for the very same inputs, in the same dtype.
             limit: the largest number of the low precision, which stands for what has overflowed.
             exact: the tensor in the step in float32, where it is known. Where it is finite, low should be,
-                too: a logarithm of what was lost to zero is not finite in float32 either.
+                too: a logarithm of what was lost to zero is not finite in float32 either, and no overflow.
         """
         peak, highest = peak_of(reference), peak_of(low)
         bad, repaired, known, delta = None, low, reference, low - reference
@@ -165,13 +168,14 @@ class Errors:
             gone = norm_of(known[is_lost]) if lost else 0.0
         return cls(
             delta if error else None,
+            reference if bad is None else reference.clone(),  # which may be written into
             bad,
             repaired,
             error / max(norm, TINY),
             reference.numel(),
             lost,
             gone / max(norm, TINY),
-            0 if bad is None else int(bad.sum()),
+            0 if bad is None else int((bad & finite).sum()),
             peak,
         )
 
