@@ -12,14 +12,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from preamp import casting
-from preamp.arrays.torch_compat import count_modes
+from preamp.arrays.torch_compat import count_modes, local_part
 from preamp.errors import CastingError, UsageError
 from preamp.torch import GradScaler, autocast, blame, tune
 from preamp.torch.blaming.recorder import size_of
 from preamp.torch.flops import FlopCounter
+
+from .regions import RELEASE
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 Loss = Callable[[], Tensor]
@@ -749,3 +755,51 @@ def test_gradients_that_were_there_stay_and_no_warning_of_unscaled_gradients_com
         torch.optim.SGD(model.parameters(), 0.0).step()
     for now, then in zip(states(model), before, strict=True):
         assert torch.equal(now, then)
+
+
+def fsdp2() -> Any:
+    mesh, model = init_device_mesh("cpu", (1,)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:FSDP")
+@pytest.mark.parametrize("names_the_model", [True, False])
+@pytest.mark.parametrize(
+    ("distributed", "said"),
+    [
+        (fsdp2, "FSDP shards .* this FSDPSequential"),
+        (lambda: nn.Sequential(fsdp2(), nn.Tanh()), "FSDP shards .* this Sequential"),
+        (lambda: FullyShardedDataParallel(nn.Linear(4, 1), device_id=torch.device("cpu")), "FSDP shards"),
+        (
+            lambda: parallelize_module(nn.Linear(4, 2), init_device_mesh("cpu", (1,)), ColwiseParallel()),
+            "^weight is a DTensor",
+        ),
+    ][0 if RELEASE >= (2, 9) else 2 :],  # FSDP2 does not train on CPUs before
+)
+def test_what_is_sharded_is_refused_and_trains_as_if_it_had_not_been_blamed(
+    distributed: Any, said: str, names_the_model: bool
+) -> None:
+    x = torch.randn(8, 4)
+    gradients = []
+    for is_blamed in (True, False):
+        torch.manual_seed(0)
+        model = distributed()
+        for function in (blame, tune) if is_blamed else ():
+            with pytest.raises(UsageError, match=rf"{said}.*before fully_shard\(model\)"):
+                function(lambda: model(x).sum(), model=model if names_the_model else None)  # noqa: B023
+        model(x).square().sum().backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(local_part(one), local_part(other))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_dtensor_is_refused_where_it_is_used() -> None:
+    weight = distribute_tensor(
+        torch.ones(4, 4), init_device_mesh("cpu", (1,)), [Replicate()]
+    ).requires_grad_()
+    with pytest.raises(UsageError, match=r"matmul at test_blame\.py:\d+ is given a DTensor"):
+        blame(lambda: (weight @ weight).sum().full_tensor())

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +22,7 @@ from preamp import PolicyError, Snapshot, UsageError
 from preamp.torch import Lens
 
 from .lens_models import X, hooks, mlp, rows_of, scalers, seen, train
+from .regions import RELEASE
 
 # What it costs
 
@@ -96,8 +99,9 @@ def test_hooks_are_on_the_model_in_the_sampled_forward_alone() -> None:
     after = hooks(model)
     out.sum().backward()
     train(model, 1)
-    # Mine; the counter; on a sampled pass the root's, one for all modules, and one on each of three layers.
-    assert inside == [7, 2]
+    # Mine; the counter; on a sampled pass the root's, one for all modules, one on each of three layers, and
+    # those on the parameters of the first layer, which has run.
+    assert inside == [9, 2]
     assert after == 2 + 4  # waiting for four gradients
     assert hooks(model) == 2
     lens.close()
@@ -237,6 +241,31 @@ def test_under_ddp_names_are_the_models_own() -> None:
     expected = rows_of(seen(copy.deepcopy(model), X))
     assert rows_of(seen(wrapped, X)) == expected
     assert hooks(wrapped) == 0
+
+
+def in_fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def in_fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
+    for part in (*(each for each in model.modules() if isinstance(each, nn.Linear)), model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:FSDP")
+@pytest.mark.parametrize("activations", [True, False])
+@pytest.mark.parametrize("wrapped", [in_fsdp1, in_fsdp2][: 2 if RELEASE >= (2, 9) else 1])
+def test_under_fsdp_gradients_are_those_of_the_pass(wrapped: Any, activations: bool) -> None:
+    model = mlp()
+    expected = rows_of(seen(copy.deepcopy(model), X))
+    found = rows_of(seen(wrapped(model), X, activations=activations))
+    names = {name.removeprefix("_fsdp_wrapped_module."): name for name, what in found if what == "gradient"}
+    assert set(names) == {"0", "2"}
+    for name, full in names.items():
+        assert found[full, "gradient"] == expected[name, "gradient"]
 
 
 def test_under_torch_func_nothing_is_seen_and_nothing_breaks() -> None:

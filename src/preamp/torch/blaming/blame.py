@@ -22,7 +22,7 @@ from preamp.torch.autocasting.region import autocast
 from preamp.torch.autocasting.rules import EMULATED
 from preamp.torch.blaming.calls import LOW
 from preamp.torch.blaming.nonfinite import Search, what_is_in
-from preamp.torch.blaming.recorder import Finished, Recorder, size_of
+from preamp.torch.blaming.recorder import SHARDED, Finished, Recorder, is_sharded, size_of
 from preamp.torch.blaming.tallies import TINY, Place, norm_of
 from preamp.torch.nested import how_to_write
 from preamp.torch.running_modules import RunningModules
@@ -122,6 +122,7 @@ class Step:
         self._dtype, self._emulate, self._loss_scale, self._seed = dtype, emulate, loss_scale, seed
         tensors = [leaf for leaf in compat.tree_leaves(args) if isinstance(leaf, Tensor)]
         if model is not None:
+            _refuse_sharded(model)
             tensors = [*model.parameters(), *tensors]
         self._device_type = next((tensor.device.type for tensor in tensors), "cpu")
 
@@ -266,7 +267,12 @@ class Step:
         in_float32: bool = False,
     ) -> tuple[Recorder, dict[str, Tensor]]:
         """Run the step's forward pass; return the loss in each world."""
-        modules = RunningModules(self._model, lambda module: recorder.keep(list(module.buffers())))
+
+        def seen(module: nn.Module) -> None:
+            _refuse_sharded(module)
+            recorder.keep(list(module.buffers()))
+
+        modules = RunningModules(self._model, seen)
         recorder = Recorder(
             self._device_type, loss_scale, modules, self._seed, alone, search, in_float32=in_float32
         )
@@ -391,6 +397,24 @@ def _check(loss_fn: object, model: object, dtype: object, emulate: bool, loss_sc
         raise UsageError(f"model={shown(model)} is not a module. Write model=model, or leave it out.")
     if loss_scale is not None:
         positive("loss_scale", loss_scale, "loss_scale=scaler.get_scale()")
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Refuse a model whose ranks communicate in the forward pass."""
+    kinds = {kind.__name__ for part in model.modules() for kind in type(part).__mro__}
+    if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        raise UsageError(f"FSDP shards parameters of this {type(model).__name__}. {SHARDED}")
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise UsageError(f"{name} is a DTensor. {SHARDED}")
+    for part in model.modules():
+        if not isinstance(part, nn.parallel.DistributedDataParallel) or part.process_group.size() == 1:
+            continue
+        if part.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            raise UsageError(
+                "DDP broadcasts the buffers of this model whenever it is called, and each rank may call it "
+                "another number of times. Write a function that calls the module inside: model.module(x)."
+            )
 
 
 def _run_backward(*losses: Tensor, retain_graph: bool = False) -> None:

@@ -50,6 +50,10 @@ STEP = 2.0**-7  # how far aside `there` is, relative to each value of a weight
 HIDDEN = (*torch.__path__, *preamp.__path__, contextlib.__file__, "<")
 NEGLIGIBLE = 1e-3  # of the error of a gradient that was inherited
 EMULATED = ("emulate", "recurrent")
+SHARDED = (
+    "Each rank may run the step another number of times, and would then wait for the others forever. Write "
+    "blame(...) before fully_shard(model) and parallelize_module(model), on one rank, with a smaller batch."
+)
 REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError)
 
 
@@ -581,6 +585,8 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Make a call in low precision and in each world; return what it returns in low precision."""
         tensors: list[Tensor] = [leaves[at] for at in inputs]
+        if any(map(is_sharded, tensors)):
+            raise UsageError(f"{_maker(self._place(func))} is given a DTensor. {SHARDED}")
         self.keep([tensor for tensor in tensors if tensor not in self.here and not tensor.requires_grad])
         written = next((place for place, tensor in enumerate(tensors) if tensor is target), None)
         lows = [tensor.detach() for tensor in tensors]
@@ -866,6 +872,11 @@ def _plain(device_type: str) -> Iterator[None]:
         compat.without_saved_tensor_hooks(),
     ):
         yield
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Return whether a tensor is a DTensor."""
+    return hasattr(x, "device_mesh")
 
 
 def _called(func: Callable[..., Any], leaves: list[Any], spec: Any) -> Any:

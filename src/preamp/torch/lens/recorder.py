@@ -53,6 +53,8 @@ class PassRecorder:
         self._known: dict[int, _Known] = {}  # an output is not counted again as the input of the next module
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
         self._with_weights: tuple[set[str], set[int]] = set(), set()  # modules by name, and parameters by id
+        self._unwatched = _owned(model)
+        self._parameter_handles: list[RemovableHandle] = []
         self._autocast: torch.dtype | None = None
         self._scale: float | Tensor = 1.0
         self._index: int | Tensor = index
@@ -75,20 +77,20 @@ class PassRecorder:
             self._record_weights(name, module)
 
     def end_forward(self) -> None:
-        """Remove the hooks from the modules, and register those for gradients."""
-        self._remove_hooks()
-        if self._activations:  # parameters can be used without a call of the module that owns them
-            for name, module in self._model.named_modules():
+        """Remove the hooks from the modules."""
+        _remove(self._handles)
+        for name, module in self._model.named_modules():
+            self._watch_parameters(
+                name, module
+            )  # they can be used without a call of the module that owns them
+            if self._activations:
                 self._record_weights(name, module)
-        self._handles = [
-            parameter.register_hook(partial(self._record_gradient, name, "gradient"))  # type: ignore[no-untyped-call]
-            for name, parameter in _owned(self._model)
-        ]
 
     def close(self) -> None:
         """Remove all hooks. Nothing is recorded afterwards."""
         self._open = False
-        self._remove_hooks()
+        _remove(self._handles)
+        _remove(self._parameter_handles)
         self._known.clear()
         self._outputs.clear()
 
@@ -135,9 +137,21 @@ class PassRecorder:
     def _record_output(self, module: torch.nn.Module, _: object, output: object) -> None:
         name = self._modules.get(id(module))
         if name is not None:
+            self._watch_parameters(name, module)
             for tensor in tensors_in(output):
                 if self._is_new(tensor):
                     self._record_tensor(name, tensor)
+
+    def _watch_parameters(self, name: str, module: torch.nn.Module) -> None:
+        """Look at the gradients of the parameters that a module owns.
+
+        Under FSDP they have gradients only as the tensors that they are while the module runs.
+        """
+        for own in self._unwatched.pop(name, ()):
+            parameter = module._parameters.get(own)
+            if parameter is not None and parameter.requires_grad:
+                hook = partial(self._record_gradient, name, "gradient")
+                self._parameter_handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def _record_tensor(self, name: str, tensor: Tensor) -> None:
         device = tensor.device.type
@@ -184,10 +198,11 @@ class PassRecorder:
         index = getattr(scaler, "_steps", self._index)
         self._index = index.clone() if isinstance(index, Tensor) else index
 
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -217,14 +232,16 @@ def _is_numeric(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _owned(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter that gets a gradient, once, with the name of the first module that owns it."""
+def _owned(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Return the names of the parameters of each module, each parameter once, for the first that owns it."""
     found = set()
+    owned: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.requires_grad and parameter not in found:
+        for own, parameter in module._parameters.items():
+            if parameter is not None and parameter not in found:
                 found.add(parameter)
-                yield name, parameter
+                owned.setdefault(name, []).append(own)
+    return owned
 
 
 def tensors_in(outputs: object) -> Iterator[Tensor]:
