@@ -16,10 +16,12 @@ import numpy as np
 import optax
 import pytest
 import tf_keras
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import preamp.doctor
 import preamp.jax
-from preamp import Snapshot, Static, Step, Trace
+from preamp import ExponentHistogram, Snapshot, SnapshotRow, Static, Step, Trace
 from preamp.cli.app import app
 from preamp.doctor import Diagnosis, diagnose
 from preamp.doctor.frameworks import CODE, Code, framework_of
@@ -197,6 +199,50 @@ def test_no_finding_has_the_code_of_pytorch(framework: str) -> None:
     assert changed > 20
 
 
+SLIPS = re.compile(r",,|, ,|;,|  | [,.;:](?!\d|\.\.|py)|(?<!\.)\.\.(?!\.)| \(\s*\)|\s$")
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Trace:
+    """A run that fails, or loses single steps, with any snapshots of it."""
+    lost = draw(st.sampled_from([0.5, math.nan, math.inf, -math.inf, None]))
+    places = draw(st.lists(st.integers(60, 119), max_size=8, unique=True))
+    trace = skipped(*places, loss=lost) if draw(st.booleans()) else run(41, 100, losses=[0.5] * 5, lost=lost)
+    nonfinite, peak = st.integers(0, 64), st.integers(-30, 15)
+    for index in sorted(draw(st.sets(st.sampled_from([0, 40, 42, 60, 80, *places]), min_size=1))):
+        parts: dict[str, list[SnapshotRow]] = {"": [], "input": [], "weight": []}
+        for name, what in draw(st.lists(st.tuples(NAMES, WHAT), unique=True, max_size=7)):
+            bad = draw(nonfinite)
+            values = ExponentHistogram(draw(peak) - 7, draw(st.sampled_from([(), (4,) * 8])), nonfinite=bad)
+            nans = draw(st.sampled_from([0, bad, None]))
+            parts.get(what, parts[""]).append(SnapshotRow(name, what, "float16", values, nans=nans))
+        trace.add_snapshot(Snapshot(index, trace[index].scale, "float16", *map(tuple, parts.values())))
+    return trace
+
+
+def all_nan() -> Trace:
+    trace = skipped(60, loss=math.nan)
+    gone = SnapshotRow("head", "activation", "float16", ExponentHistogram(nonfinite=32), nans=32)
+    for index, last in ((0, row("head", "activation", 2)), (60, gone)):
+        rows = (row("body", "activation", 1), last)
+        trace.add_snapshot(Snapshot(index, trace[index].scale, "float16", rows))
+    return trace
+
+
+NAMES = st.sampled_from(["", "stem", "body.0", "head"])
+WHAT = st.sampled_from(["activation", "flow", "gradient", "input", "weight"])
+
+
+@settings(deadline=None, max_examples=100)
+@example(all_nan(), "torch")
+@given(runs(), st.sampled_from(["torch", *OTHERS, None]))
+def test_no_text_has_a_slip_of_the_pen(trace: Trace, framework: str | None) -> None:
+    trace.framework = framework
+    for finding in diagnose(trace).findings:
+        for text in (finding.sentence, finding.advice):
+            assert not SLIPS.search(text), text
+
+
 def lost_in_jax() -> Trace:
     trace = Trace()
     optimizer = preamp.jax.loss_scaled(optax.sgd(0.1))
@@ -264,8 +310,8 @@ def test_the_framework_is_that_of_the_steps_or_as_given() -> None:
     for framework in ("torch", *OTHERS):
         assert framework_of(everything_skipped(framework).record.trace) == framework
         assert framework_of(everything_skipped(None, framework=framework).record.trace) == framework
-    for given in ("theano", 3, ["jax"], None):
-        assert framework_of(everything_skipped(None, framework=given).record.trace) is None
+    for told in ("theano", 3, ["jax"], None):
+        assert framework_of(everything_skipped(None, framework=told).record.trace) is None
 
 
 def test_only_a_run_of_jax_is_told_to_blame_in_jax() -> None:

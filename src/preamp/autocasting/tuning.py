@@ -115,21 +115,21 @@ class Tuning:
             )
         else:
             worst = self.after.rows[0]
+            what = " and ".join(_too_large(self.after, self.target))
             verdict = (
-                f"No table that was tried brings the errors of loss and gradients below {self.target:.1e}. "
-                f"{worst.operator} {worst.place} still loses most, in the {worst.direction} pass. If the "
-                "program itself casts there, change that line."
+                f"No table that was tried brings {what}. {worst.operator} {worst.place} still loses most, in "
+                f"the {worst.direction} pass. If the program itself casts there, change that line."
             )
         share = (
             f"{self.low_share:.1%} of the product FLOPs run in {dtype}."
             if self.after.flops
             else ("The step has no products.")
         )
+        changes = [abs(_loss_change(each.rows)) for each in (self.before, self.after)]
         return (
-            f"{verdict} {share} Predicted relative error "
-            f"of the gradients: {self.before.gradient_error:.1e} before, {self.after.gradient_error:.1e} "
-            "after. "
-            f"{_count(self.rehearsals, 'rehearsed step')}."
+            f"{verdict} {share} Predicted relative error of the gradients: {self.before.gradient_error:.1e} "
+            f"before, {self.after.gradient_error:.1e} after; of the loss: {changes[0]:.1e} before, "
+            f"{changes[1]:.1e} after. {_count(self.rehearsals, 'rehearsed step')}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -235,8 +235,18 @@ def _count(number: int, name: str) -> str:
 
 def _missed(blame: Blame, target: float) -> bool:
     """Return whether a step is worse than it may be."""
-    errors = blame.gradient_error, abs(_loss_change(blame.rows))
-    return bool(_broken(blame)) or not all(error <= target for error in errors)
+    return bool(_too_large(blame, target))
+
+
+def _too_large(blame: Blame, target: float) -> list[str]:
+    """Return what is worse than it may be, as ends of a sentence."""
+    if broken := _broken(blame):
+        lost = any(row.overflowed or row.breaks for row in broken)
+        return ["the loss and the gradients back into the range" if lost else "the gradients back from zero"]
+    errors = {"gradients": blame.gradient_error, "loss": abs(_loss_change(blame.rows))}
+    return [
+        f"the error of the {name} below {target:.1e}" for name, error in errors.items() if not error <= target
+    ]
 
 
 def _is_worse(one: Blame, other: Blame) -> bool:

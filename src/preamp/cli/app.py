@@ -573,7 +573,7 @@ def tune(
     _above_zero("--error", error, "0.01")
     if calls is not None and framework == "jax":
         raise PreampError("--calls is for PyTorch. Leave it out, and train with the table that is written.")
-    found = tune_function(
+    found, use = tune_function(
         target,
         framework,
         dtype,
@@ -592,7 +592,9 @@ def tune(
         out.print(f"\n{calls} calls of {target}, the mean loss of the last tenth:", soft_wrap=True)
         print_table(table(runs))
         print_lines(sentences(runs))
-    out.print(f"The table is in {out_file}.", soft_wrap=True)
+    out.print(f"The table is in {out_file}. To train with it, import autocast from preamp.{framework}:")
+    print(f'table = preamp.casting.Casting.from_dict(json.load(open("{out_file}")))')
+    print(use)
     return 0 if found.solved else 1
 
 

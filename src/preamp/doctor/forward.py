@@ -72,12 +72,12 @@ def unknown_forward(record: Record, extent: Extent) -> Finding:
 def forward_nan(extent: Extent, source: Origin, row: SnapshotRow) -> Finding:
     """Return the finding that an operation in a module makes inf or NaN of finite values."""
     peak = row.histogram.peak_exponent
-    others = "" if peak is None else f" while its other values are at most {two_to(peak + 1)}"
+    others = "" if peak is None else f", while its other values are at most {two_to(peak + 1)}"
     where = "before it" if source.stage == "between" else "in it"
     given = "all outputs before it" if source.stage == "between" else "its inputs"
     return extent.finding(
         "forward NaN",
-        f"{_place(source, row)} holds inf or NaN in forward {extent.words},{others}, and {given} "
+        f"{_place(source, row)} holds inf or NaN in forward {extent.words}{others}, and {given} "
         f"are finite: an operation {where} produces them. {NO_SCALE}",
         "Look there for a division by zero, or by a norm, a deviation or a count that can be zero, "
         "the logarithm or root of a value that may be zero or negative, and a softmax over a row that is "

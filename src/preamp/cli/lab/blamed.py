@@ -9,7 +9,7 @@ from typing import Any
 from preamp.autocasting.blame import Blame
 from preamp.autocasting.tables import Casting
 from preamp.cli.casting_file import read_casting
-from preamp.cli.lab.inspected import find_function, model_of
+from preamp.cli.lab.inspected import casting_region, find_function, model_of
 from preamp.errors import CastingError, MissingExtra, PreampError
 
 
@@ -60,7 +60,8 @@ def _in_torch(target: str, dtype: str, table: Casting | None, settings: dict[str
         raise MissingExtra.of(error, "preamp[torch]") from error
 
     function: Callable[[], Any] = find_function(target)
-    model = model_of(function, stops=True)
+    around = casting_region(dtype, emulate=settings["emulate"], casting=table)
+    model = model_of(function, around, stops=True)
     if not list(model.parameters()) and not (table and table.modules):
         model = None  # the function calls no module, or those without parameters
     return blame(function, model=model, dtype=getattr(torch, dtype), casting=table, **settings)

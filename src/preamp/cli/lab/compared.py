@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 import preamp
 from preamp.autocasting.tables import Casting
-from preamp.cli.lab.inspected import find_function, model_of
+from preamp.cli.lab.inspected import casting_region, find_function, model_of
 from preamp.errors import MissingExtra, PreampError, UsageError
 from preamp.machine import FASTER, SLOWER, MachineReport, PrecisionRow
 from preamp.machine.measurements import first_line, timed
@@ -58,6 +58,7 @@ class PrecisionRun:
             the rules of modules.
         label: the name of the run, if it is more than its precision.
         widened: the dtype that weights of the model had before they were made float32; "" if none were.
+        casts: the lines of the program that ask for low precision, in the run in float32.
         enters_regions: whether the function has regions of autocast itself.
     """
 
@@ -73,6 +74,7 @@ class PrecisionRun:
     finds_model: bool = False
     label: str = ""
     widened: str = ""
+    casts: list[str] = field(default_factory=list)
     enters_regions: bool = False
 
     @property
@@ -190,6 +192,7 @@ def sentences(runs: Sequence[PrecisionRun], target: str, framework: str, report:
             f"{target} uses autocast itself: that is off in float32, and in the other rows it has their "
             "precision."
         )
+    found += casts_of(reference, framework)
     equal = [run for run in others if run.losses and run.losses == reference.losses]
     if equal:
         flag = "" if framework == "torch" else f" --framework {framework}"
@@ -207,6 +210,18 @@ def sentences(runs: Sequence[PrecisionRun], target: str, framework: str, report:
     if len(reference.losses) < FEWEST_TIMED:
         found.append(f"Speeds need {FEWEST_TIMED} calls or more: the first one warms up.")
     return found
+
+
+def casts_of(reference: PrecisionRun, framework: str) -> list[str]:
+    """Return a sentence about the casts of the program itself in the run in float32."""
+    if not reference.casts:
+        return []
+    rest = f" and {len(reference.casts) - 3} more" if len(reference.casts) > 3 else ""
+    what = "these lines gave float32" if framework == "torch" else "they are as in the program"
+    return [
+        f"The program itself casts to low precision, at {', '.join(reference.casts[:3])}{rest}. In the "
+        f"float32 run {what}."
+    ]
 
 
 def _is_off(run: PrecisionRun, reference: PrecisionRun) -> bool:
@@ -259,23 +274,32 @@ def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], 
     try:
         import torch
 
+        from preamp.cli.lab.in_float32 import InFloat32, widen
         from preamp.torch import autocast
     except ImportError as error:
         raise MissingExtra.of(error, "preamp[torch]") from error
     torch.manual_seed(SEED)
     function = _import(target)
+    casts: InFloat32 | None = None
     region: AbstractContextManager[object] = nullcontext()
-    model = model_of(function, stops=True) if run.finds_model else None
     if run.precision == "float32":
-        run.widened = _widen(model)
+        region = casts = InFloat32()
+        run.widened = widen(model_of(function, region, stops=True)) if run.finds_model else ""
     else:
-        dtype, table = getattr(torch, run.precision), _table_of(run)
-        region = autocast(device, dtype, emulate=run.emulate, casting=table, model=model)
+        table = _table_of(run)
+        around = casting_region(run.precision, device, emulate=run.emulate, casting=table)
+        model = model_of(function, around, stops=True) if run.finds_model else None
+        low = getattr(torch, run.precision)
+        region = autocast(device, low, emulate=run.emulate, casting=table, model=model)
     _take_over_regions(run, region)
 
     def call() -> float:
+        nonlocal region
         with region:
             loss = function()
+        if casts is not None:
+            run.casts = list(casts.lines)
+            region = casts if casts.lines else nullcontext()  # which takes no time
         if isinstance(loss, torch.Tensor):
             run.device = loss.device.type
             loss = loss.detach()
@@ -307,21 +331,6 @@ def _take_over_regions(run: PrecisionRun, ours: object) -> None:
         kind.__enter__ = taken_over(kind.__enter__)  # type: ignore[method-assign]
 
 
-def _widen(model: Any) -> str:
-    """Make weights and buffers in low precision float32, in place; return the dtype that the first had.
-
-    Optimizers and references to a weight keep it, because it stays the same object.
-    """
-    import torch
-
-    found = ""
-    for tensor in [] if model is None else [*model.parameters(), *model.buffers()]:
-        if tensor.dtype in (torch.float16, torch.bfloat16):
-            found = found or str(tensor.dtype).removeprefix("torch.")
-            tensor.data = tensor.data.float()
-    return found
-
-
 def _prepare_jax(run: PrecisionRun, target: str, device: str) -> Callable[[], float]:
     try:
         import jax
@@ -338,6 +347,8 @@ def _prepare_jax(run: PrecisionRun, target: str, device: str) -> Callable[[], fl
     # trace that was written to a Python object and is used in the second raises.
     jax.make_jaxpr(lambda: function())()
     program, shape = jax.make_jaxpr(lambda: function(), return_shape=True)()
+    if run.precision == "float32":
+        run.casts = list(dict.fromkeys(_lines_of_casts(program)))
     structure = jax.tree.structure(shape)
     # Arrays are arguments, because XLA computes with constants when it compiles. By default it leaves out
     # roundings where that is faster, so that bfloat16 on CPUs would be float32.
@@ -353,6 +364,18 @@ def _prepare_jax(run: PrecisionRun, target: str, device: str) -> Callable[[], fl
         return _number(target, loss)
 
     return call
+
+
+def _lines_of_casts(program: Any) -> Iterator[str]:
+    """Yield the lines at which a program of JAX itself casts to low precision, such as "train.py:41"."""
+    from preamp.jax.jaxprs import inner, source_line, subprograms
+
+    for equation in inner(program).eqns:
+        is_cast = equation.primitive.name == "convert_element_type"
+        if is_cast and str(equation.params["new_dtype"]) in ("float16", "bfloat16"):
+            yield Path(source_line(equation).partition(" (")[0]).name
+        for part in subprograms(equation):
+            yield from _lines_of_casts(part)
 
 
 def _take_over_autocast(run: PrecisionRun) -> None:

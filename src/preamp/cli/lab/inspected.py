@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from inspect import isfunction, signature
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,8 @@ def _run_in_torch(
         raise PreampError(f"--device {device} is not a device type. Write cpu or cuda.") from error
     function = find_function(target)
     low = getattr(torch, dtype) if dtype else None
-    model = model_of(function) if table and table.modules else None
+    around = casting_region(dtype, device, emulate=emulate, casting=table)
+    model = model_of(function, around) if table and table.modules else None
     if compiled:
         function = torch.compile(function)
     with autocast(device, low, casting=table, model=model, report=True, emulate=emulate) as region:
@@ -94,11 +95,42 @@ class _Stopped(BaseException):
     """Ends a training step at its backward pass."""
 
 
-def model_of(function: Callable[[], Any], *, stops: bool = False) -> Any:
-    """Run a function once and return the module that it calls, or all of them in one.
+@contextmanager
+def casting_region(
+    dtype: str | None, device: str | None = None, *, emulate: bool, casting: Casting | None = None
+) -> Iterator[None]:
+    """Enter a region without rules of modules, in which a step runs that works only under autocast.
+
+    Args:
+        dtype: the name of the low precision, None for the device's default.
+        device: the device type; None for the CPU and the accelerator.
+        emulate: whether to round instead of casting.
+        casting: the edits of PyTorch's table.
+    """
+    import torch
+
+    from preamp.torch import autocast
+
+    if casting is not None:
+        operators = [edit for edit in casting.edits if edit.of == "operators"]
+        casting = Casting.of(operators, casting.optional)
+    low = getattr(torch, dtype) if dtype else None
+    with ExitStack() as stack:
+        for each in [device] if device else ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+            stack.enter_context(autocast(each, low, casting=casting, emulate=emulate))
+        yield
+
+
+def model_of(
+    function: Callable[[], Any], region: AbstractContextManager[object], *, stops: bool = False
+) -> Any:
+    """Run a function once and return the module that it trains, or all of them in one.
+
+    Of several it is the first module among the function's globals that has them inside.
 
     Args:
         function: what to run.
+        region: what to run it in.
         stops: whether to end it where it calls `backward()`, and to put random states back.
     """
     import torch
@@ -107,7 +139,7 @@ def model_of(function: Callable[[], Any], *, stops: bool = False) -> Any:
 
     running: list[nn.Module] = []
     outermost: dict[nn.Module, None] = {}
-    backward = torch.Tensor.backward
+    backward = torch.autograd.backward
 
     def begin(module: nn.Module, _: object) -> None:
         if not running:
@@ -123,16 +155,31 @@ def model_of(function: Callable[[], Any], *, stops: bool = False) -> Any:
     hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)]
     try:
         if not stops:
-            function()
+            with region:
+                function()
         else:
-            torch.Tensor.backward = stop  # type: ignore[method-assign]
-            with suppress(_Stopped), torch.random.fork_rng():
+            torch.autograd.backward = stop  # which Tensor.backward() calls
+            with suppress(_Stopped), torch.random.fork_rng(), region:
                 function()
     finally:
-        torch.Tensor.backward = backward  # type: ignore[method-assign]
+        torch.autograd.backward = backward
         for hook in hooks:
             hook.remove()
-    return next(iter(outermost)) if len(outermost) == 1 else nn.ModuleList(outermost)
+    trained = [module for module in outermost if any(True for _ in module.parameters())] or list(outermost)
+    if len(trained) == 1:
+        return trained[0]
+    for module in getattr(function, "__globals__", {}).values():
+        if isinstance(module, nn.Module) and trained and set(trained) <= set(module.modules()):
+            return module
+    return nn.ModuleList(trained)
+
+
+def name_of(model: Any, function: Callable[[], Any]) -> str:
+    """Return the name that a function has for a model that `model_of` found, "model" if it has none."""
+    names: dict[int, str] = {id(value): name for name, value in getattr(function, "__globals__", {}).items()}
+    if id(model) in names or not any(id(part) in names for part in model):
+        return names.get(id(model), "model")
+    return f"torch.nn.ModuleList([{', '.join(names.get(id(part), '...') for part in model)}])"
 
 
 def _trace_in_jax(target: str, dtype: str | None, emulate: bool, table: Casting | None) -> CastReport:

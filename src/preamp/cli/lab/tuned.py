@@ -12,8 +12,8 @@ from preamp.autocasting.tables import Casting
 from preamp.autocasting.tuning import Tuning
 from preamp.cli.casting_file import read_casting
 from preamp.cli.lab.blamed import loss_and_arguments
-from preamp.cli.lab.compared import PrecisionRun, run_apart
-from preamp.cli.lab.inspected import find_function, model_of
+from preamp.cli.lab.compared import PrecisionRun, casts_of, run_apart
+from preamp.cli.lab.inspected import casting_region, find_function, model_of, name_of
 from preamp.errors import MissingExtra, PreampError
 
 LAST = 0.1  # the part of the calls whose losses are averaged
@@ -28,8 +28,10 @@ def tune_function(
     casting_file: Path | None,
     loss_scale: float | None,
     error: float | None,
-) -> Tuning:
-    """Return the table. The arguments are those of `blame_function`, and the error to stay below.
+) -> tuple[Tuning, str]:
+    """Return the table, and a call of autocast that uses it under the name `table`.
+
+    The arguments are those of `blame_function`, and the error to stay below.
 
     Raises:
         PreampError: as `blame_function`.
@@ -40,7 +42,7 @@ def tune_function(
     return (_in_torch if framework == "torch" else _in_jax)(target, dtype or "bfloat16", settings)
 
 
-def _in_torch(target: str, dtype: str, settings: dict[str, Any]) -> Tuning:
+def _in_torch(target: str, dtype: str, settings: dict[str, Any]) -> tuple[Tuning, str]:
     try:
         import torch
 
@@ -49,20 +51,30 @@ def _in_torch(target: str, dtype: str, settings: dict[str, Any]) -> Tuning:
         raise MissingExtra.of(error, "preamp[torch]") from error
 
     function: Callable[[], Any] = find_function(target)
-    model = model_of(function, stops=True)
-    return tune(
-        function, model=model if list(model.parameters()) else None, dtype=getattr(torch, dtype), **settings
-    )
+    around = casting_region(dtype, emulate=settings["emulate"], casting=settings["casting"])
+    model = model_of(function, around, stops=True)
+    weights = list(model.parameters())
+    found = tune(function, model=model if weights else None, dtype=getattr(torch, dtype), **settings)
+    device = weights[0].device.type if weights else "cpu"
+    use = f'with autocast("{device}", dtype=torch.{dtype}, casting=table'
+    use += f", model={name_of(model, function)}" if found.casting.modules else ""
+    return found, f"{use}{_emulates(dtype)}): ..."
 
 
-def _in_jax(target: str, dtype: str, settings: dict[str, Any]) -> Tuning:
+def _in_jax(target: str, dtype: str, settings: dict[str, Any]) -> tuple[Tuning, str]:
     try:
         from preamp.jax import tune
     except ImportError as error:
         raise MissingExtra.of(error, "preamp[jax]") from error
 
     loss_fn, params, *arguments = loss_and_arguments(target)
-    return tune(loss_fn, params, *arguments, dtype=dtype, **settings)
+    found = tune(loss_fn, params, *arguments, dtype=dtype, **settings)
+    name = getattr(loss_fn, "__name__", "loss_fn")
+    return found, f'{name} = autocast({name}, dtype="{dtype}", casting=table{_emulates(dtype)})'
+
+
+def _emulates(dtype: str) -> str:
+    return ", emulate=True" if dtype.startswith("float8") else ""
 
 
 def train_with(
@@ -103,11 +115,13 @@ def train_with(
 
 def sentences(runs: Sequence[PrecisionRun]) -> list[str]:
     """Return what the table cannot say."""
+    said = casts_of(runs[0], "torch")
     if not runs[0].widened:
-        return []
+        return said
     return [
+        *said,
         f"Weights of the model are {runs[0].widened}. In the float32 run they were made float32, and so was "
-        "what the optimizer updates; in the others they are as the program has them."
+        "what the optimizer updates; in the others they are as the program has them.",
     ]
 
 

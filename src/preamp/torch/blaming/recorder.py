@@ -819,7 +819,7 @@ class Recorder(TorchFunctionMode):
         return self.tallies.setdefault(place, Tally(index, inputs, runs, limit))
 
     def _place(self, func: Callable[..., Any]) -> Place:
-        return Place(self._modules.current, calls.operator_of(func), _source(), "forward")
+        return Place(self._modules.current, calls.operator_of(func), source_line(), "forward")
 
     def _emulated(self, func: Callable[..., Any]) -> torch.dtype | None:
         """Return what a call rounds to, None if it does not round."""
@@ -911,7 +911,7 @@ def _maker(place: Place) -> str:
     return f"{place.operator} {in_words(place.module or MODEL, place.source)}"
 
 
-def _source() -> str:
+def source_line() -> str:
     """Return the innermost line that is neither PyTorch's nor ours, such as "train.py:41"."""
     frame: Any = sys._getframe(1)
     while frame is not None:
