@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preamp.autocasting.blame import ALLOWED, ALLOWED_LOSS, ALLOWED_LOST, Blame, BlameRow, ranked
+from preamp.autocasting.tables import Casting
+from preamp.autocasting.tuning import Tuning
 
 U = 2.0**-9
 ROW = BlameRow(
@@ -135,6 +137,25 @@ def test_rows_fold_by_module_and_direction() -> None:
     assert found.gradient_error == pytest.approx(
         blame(ROW, *others, replace(ROW, module="head")).gradient_error
     )
+
+
+@given(st.lists(rows, min_size=1, max_size=3), st.lists(rows, min_size=1, max_size=3), st.floats(1e-3, 1.0))
+def test_what_tune_says_is_too_large_is_so_in_the_numbers_beside_it(
+    before: list[BlameRow], after: list[BlameRow], target: float
+) -> None:
+    found = Tuning(Casting(), [], blame(*before), blame(*after), 2, target)
+    said = found.summary()
+    errors = {
+        "gradients": found.after.gradient_error,
+        "loss": abs(math.fsum(row.loss_effect for row in found.after.rows)),
+    }
+    for name, error in errors.items():
+        assert f" the {name}: " in said
+        assert f"{error:.1e} after" in said
+        if f"the error of the {name} below" in said:
+            assert error > target
+    assert found.solved == ("No rule is needed" in said)
+    assert not found.solved or max(errors.values()) <= target
 
 
 @given(st.lists(rows, max_size=5))

@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import preamp
 from preamp.autocasting.tables import Casting
 from preamp.cli.app import app
 from preamp.cli.lab.compared import PrecisionRun, run_apart
 from preamp.errors import PreampError
+from preamp.torch import autocast
 
 MODELS = """
 import jax, jax.numpy as jnp, torch
@@ -49,12 +52,37 @@ def in_half():
     half_optimizer.step()
     return loss
 
-def only_in_half():
-    return nn.functional.mse_loss(half(x.half()).float(), y)
+def lowered():
+    return torch.sum(net(x).half(), dtype=torch.bfloat16)
 
 def drawing():
     generator.manual_seed(generator.initial_seed() + 1)
     return nn.functional.mse_loss(net(torch.randn(32, 16, generator=generator)).float(), y)
+
+class Lower(nn.Module):
+    def forward(self, x):
+        return nn.functional.layer_norm(x.half(), (16,))
+
+needing = nn.Sequential(nn.Linear(16, 16), Lower(), nn.Linear(16, 4))
+data, criterion = x.half(), nn.MSELoss()
+
+def needs_autocast():
+    return criterion(needing(x).float(), y)
+
+def of_data():
+    return nn.functional.mse_loss(half(data).float(), y)
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), Net()
+
+whole = Whole()
+
+def by_parts():
+    loss = criterion(whole.head(whole.body(x)).float(), y)
+    torch.autograd.backward(loss)
+    raise AssertionError("it ran on after its backward pass")
 
 generator = torch.Generator()
 
@@ -152,7 +180,41 @@ def test_tune_says_that_the_weights_were_made_float32(run):
     with pytest.raises(
         PreampError, match=r"fails in float32.* Weights of its model are float16.*weight.dtype"
     ):
-        run("tune", "steps.py:only_in_half", "--dtype", "float16", "--calls", "3")
+        run("tune", "steps.py:of_data", "--dtype", "float16", "--calls", "3")
+
+
+@pytest.mark.parametrize("flags", [[], ["--cast"]])
+@pytest.mark.parametrize("table", [{}, {"edits": [{"modules": ["0"], "rule": "float32"}]}])
+@pytest.mark.parametrize("command", ["blame", "tune", "inspect"])
+def test_a_step_that_runs_only_under_autocast_is_run_under_it(run, command, table, flags):
+    Path("table.json").write_text(json.dumps(table))
+    flags = [*(flags if command != "inspect" else []), "--casting", "table.json", "--dtype", "float16"]
+    _, text = run(command, "steps.py:needs_autocast", *flags)
+    assert "linear" in text or "No rule" in text
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "edited"), [("by_parts", "whole", "head.down"), ("step", "net", "down")]
+)
+def test_a_table_loads_by_the_line_that_tune_prints(run, step, name, edited):
+    _, text = run("tune", f"steps.py:{step}", "--dtype", "float16", "--out", "t.json")
+    *_, table, line = text.splitlines()
+    steps = {"json": json, "preamp": preamp, "autocast": autocast, "torch": torch, "Path": Path}
+    exec(compile(Path("steps.py").read_text(), "steps.py", "exec"), steps)
+    exec(table, steps)
+    assert [edit["modules"] for edit in steps["table"].to_dict()["edits"]] == [[edited]]
+    assert f"model={name})" in line
+    exec(line, steps)
+
+
+def test_the_float32_run_is_float32_and_names_the_lines_that_ask_for_another(run):
+    as_written = run_apart(PrecisionRun("float32"), "steps.py:lowered", "torch", "cpu", 4)
+    Path("steps.py").write_text(MODELS.replace("(net(x).half(), dtype=torch.bfloat16)", "(net(x))"))
+    truly = run_apart(PrecisionRun("float32"), "steps.py:lowered", "torch", "cpu", 4)
+    assert as_written.losses == truly.losses
+    assert (len(as_written.casts), truly.casts) == (1, [])
+    _, text = run("tune", "steps.py:step", "--dtype", "float16", "--calls", "3")
+    assert "casts to low precision" not in text
 
 
 def test_tune_tunes_jax(run):

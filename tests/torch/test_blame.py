@@ -501,7 +501,7 @@ def with_data(value: float) -> Tensor:
         ),
         (0.0, lambda y: y / y, "loss is nan .*: div .* makes NaN first"),
         (0.0, lambda y: y.square().log().abs(), "loss is inf .*: log .* makes inf first"),
-        (math.nan, lambda y: y, "loss is nan .*: what linear .* is given has NaN first"),
+        (math.nan, lambda y: y, "loss is nan .*: what linear .* is given has NaN\\."),
         (0.0, lambda y: y.masked_fill(y == 0, -math.inf).softmax(-1), "loss is nan .*: softmax .* makes NaN"),
     ],
 )

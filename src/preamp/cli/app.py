@@ -593,7 +593,7 @@ def tune(
         print_table(table(runs))
         print_lines(sentences(runs))
     out.print(f"The table is in {out_file}. To train with it, import autocast from preamp.{framework}:")
-    print(f'table = preamp.casting.Casting.from_dict(json.load(open("{out_file}")))')
+    print(f'table = preamp.casting.Casting.from_dict(json.loads(Path("{out_file}").read_text()))')
     print(use)
     return 0 if found.solved else 1
 

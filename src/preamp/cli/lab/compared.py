@@ -284,7 +284,9 @@ def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], 
     region: AbstractContextManager[object] = nullcontext()
     if run.precision == "float32":
         region = casts = InFloat32()
-        run.widened = widen(model_of(function, region, stops=True)) if run.finds_model else ""
+        if run.finds_model:
+            around = casting_region("bfloat16", device, emulate=True)  # the weights may still be low
+            run.widened = widen(model_of(function, around, stops=True))
     else:
         table = _table_of(run)
         around = casting_region(run.precision, device, emulate=run.emulate, casting=table)

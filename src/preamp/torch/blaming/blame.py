@@ -22,7 +22,7 @@ from preamp.torch.autocasting.region import autocast
 from preamp.torch.autocasting.rules import EMULATED
 from preamp.torch.blaming.calls import LOW
 from preamp.torch.blaming.nonfinite import Search, what_is_in
-from preamp.torch.blaming.recorder import SHARDED, Finished, Recorder, is_sharded, size_of
+from preamp.torch.blaming.recorder import SHARDED, Finished, Recorder, is_sharded, maker_in_words, size_of
 from preamp.torch.blaming.tallies import TINY, Place, norm_of
 from preamp.torch.nested import how_to_write
 from preamp.torch.running_modules import RunningModules
@@ -198,7 +198,7 @@ class Step:
         are_finite = math.isfinite(exact) and math.isfinite(norm)
         if search is None and not (are_finite and math.isfinite(loss) and not recorder.repaired):
             return self._run_with(casting, loss_scale, Search(), takes_scale=takes_scale)
-        cause = "" if are_finite else self._not_finite_in_float32(exact)
+        cause, maker = ("", None) if are_finite else self._not_finite_in_float32(exact)
         recorder.judge(in_low_precision=not cause)
         # Of losses around 0, what the loss changes by where the weights change by their size.
         size = max(
@@ -210,8 +210,9 @@ class Step:
         rows = [tally.row(place, norm, size) for place, tally in recorder.tallies.items()]
         changes = sum(tally.loss_change for tally in recorder.tallies.values())
         limits = torch.finfo(self._dtype)
+        in_order = ranked(rows, limits.eps / 2, emulated=self._emulate)
         return Blame(
-            ranked(rows, limits.eps / 2, emulated=self._emulate),
+            sorted(in_order, key=lambda row: _place_of(row) != maker),
             str(self._dtype).removeprefix("torch."),
             loss,
             exact,
@@ -223,13 +224,16 @@ class Step:
             cause,
         )
 
-    def _not_finite_in_float32(self, loss: float) -> str:
+    def _not_finite_in_float32(self, loss: float) -> tuple[str, Place | None]:
         """Return which operator makes inf or NaN in float32 as well, as a sentence; "" if none does."""
         search = Search()
         recorder, losses = self._recorded(None, 1.0, search=search, in_float32=True)
         as_well = "in float32 as well, so precision is not the cause"
-        if not math.isfinite(loss):
-            return f"The loss is {loss} {as_well}: {search.maker} first."
+        if not math.isfinite(loss) and search.origin is not None:
+            what, maker, inputs = search.origin
+            who = maker_in_words(maker)
+            does = f"{who} makes {what} first" if inputs else f"what {who} is given has {what}"
+            return f"The loss is {loss} {as_well}: {does}.", maker
         bad: dict[str, str] = {}
 
         def arrived(name: str, leaf: Tensor) -> None:
@@ -241,19 +245,21 @@ class Step:
             leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         _run_backward(losses["here"])
         search.end()
-        if not bad:
-            return ""
+        if not bad or search.first is None:
+            return "", None
         name, what = next(iter(bad.items()))
         more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
-        maker = ": the backward pass of {} makes {} first".format(*search.first) if search.first else ""
-        return f"The gradient of {name}{more} has {what} {as_well}{maker}."
+        maker, made = search.first
+        does = f"the backward pass of {maker_in_words(maker)} makes {made} first"
+        return f"The gradient of {name}{more} has {what} {as_well}: {does}.", maker._replace(
+            direction="backward"
+        )
 
     def differences(
         self, row: BlameRow, casting: Casting | None, loss_scale: float
     ) -> list[tuple[float, str]]:
         """Return how much a row alone changes each parameter's gradient, and the parameter's name."""
-        place = Place(row.module, row.operator, row.source, row.direction)
-        return self._differences(*self._recorded(casting, loss_scale, place))
+        return self._differences(*self._recorded(casting, loss_scale, _place_of(row)))
 
     def _recorded(
         self,
@@ -415,6 +421,10 @@ def _refuse_sharded(model: nn.Module) -> None:
                 "DDP broadcasts the buffers of this model whenever it is called, and each rank may call it "
                 "another number of times. Write a function that calls the module inside: model.module(x)."
             )
+
+
+def _place_of(row: BlameRow) -> Place:
+    return Place(row.module, row.operator, row.source, row.direction)
 
 
 def _run_backward(*losses: Tensor, retain_graph: bool = False) -> None:

@@ -30,10 +30,13 @@ class Unrepaired(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a tensor in float32 comes from: what it has, "inf", "NaN" or "", who made it, and of what."""
+    """Where a tensor in float32 comes from: what it has, "inf", "NaN" or "", who made it, and of what.
+
+    A tensor that the step did not make has no inputs, and the first call that uses it as its maker.
+    """
 
     what: str
-    maker: str
+    maker: Place
     inputs: Sequence[Origin]
 
 
@@ -44,7 +47,7 @@ class Search:
         unrepaired: of the program's tensors, those that it would have otherwise.
         zeros: of the program's tensors in which values became zero, the rows that lost them.
         confirmed: the suspects that change the loss or a gradient.
-        maker: who first made what is not finite in the loss, as words of a sentence.
+        origin: of the loss, followed back to who first made what is not finite in it; None before.
         first: the call whose backward pass first makes a gradient that is not finite of finite ones, and
             what it makes; None before.
     """
@@ -53,7 +56,7 @@ class Search:
         self.unrepaired: Any = WeakTensorKeyDictionary()
         self.zeros: Any = WeakTensorKeyDictionary()
         self.confirmed: dict[Place, str] = {}
-        self.maker = ""
+        self.origin: Origin | None = None
         self.first: tuple[Any, str] | None = None
         self._views: dict[int, Tensor] = {}
         self._origins: Any = WeakTensorKeyDictionary()
@@ -107,7 +110,7 @@ class Search:
 
     def note(
         self,
-        maker: str,
+        maker: Place,
         inputs: Sequence[Tensor],
         copies: Sequence[Tensor],
         results: Sequence[Tensor],
@@ -115,7 +118,7 @@ class Search:
     ) -> None:
         """Note who made which tensors of the program, of what, and what they are in float32."""
         origins = [
-            self._origins.get(tensor) or Origin(what_is_in(copy), f"what {maker} is given", ())
+            self._origins.get(tensor) or Origin(what_is_in(copy), maker, ())
             for tensor, copy in zip(inputs, copies, strict=True)
         ]
         for result, value in zip(results, made, strict=True):
@@ -130,7 +133,7 @@ class Search:
             return
         while before := next((each for each in origin.inputs if each.what == origin.what), None):
             origin = before
-        self.maker = f"{origin.maker} {'makes' if origin.inputs else 'has'} {origin.what}"
+        self.origin = origin
 
     def watch(self, results: Sequence[Tensor], call: object) -> None:
         """Look at the gradients that a call's part of autograd's graph makes."""

@@ -464,7 +464,7 @@ class Recorder(TorchFunctionMode):
         confirmed = self.search.confirmed if in_low_precision else {}
         if in_low_precision and self.search.first is not None:
             call, _ = self.search.first
-            breaks = f"the backward pass of {_maker(call.place)}"
+            breaks = f"the backward pass of {maker_in_words(call.place)}"
             if not call.zeros:
                 call.backward()
             own = {call.place._replace(direction="backward"): ITSELF}
@@ -586,7 +586,7 @@ class Recorder(TorchFunctionMode):
         """Make a call in low precision and in each world; return what it returns in low precision."""
         tensors: list[Tensor] = [leaves[at] for at in inputs]
         if any(map(is_sharded, tensors)):
-            raise UsageError(f"{_maker(self._place(func))} is given a DTensor. {SHARDED}")
+            raise UsageError(f"{maker_in_words(self._place(func))} is given a DTensor. {SHARDED}")
         self.keep([tensor for tensor in tensors if tensor not in self.here and not tensor.requires_grad])
         written = next((place for place, tensor in enumerate(tensors) if tensor is target), None)
         lows = [tensor.detach() for tensor in tensors]
@@ -632,7 +632,7 @@ class Recorder(TorchFunctionMode):
                 search.follow(call, own, results, otherwise, made["exact"].results)
                 search.watch(made["here"].results, call)
             elif search:
-                maker = _maker(self._place(func))
+                maker = self._place(func)
                 search.note(maker, tensors, made["exact"].inputs, own, made["exact"].results)
                 search.watch(made["here"].results, maker)
             if written is not None:
@@ -791,7 +791,7 @@ class Recorder(TorchFunctionMode):
         if any(errors.overflowed for errors in found):
             call.suspects = {place: ""}
         elif any(errors.bad is not None for errors in found):  # of what was lost before
-            call.suspects = dict.fromkeys(call.zeros, _maker(place)) or {place: ITSELF}
+            call.suspects = dict.fromkeys(call.zeros, maker_in_words(place)) or {place: ITSELF}
             call.forward()
         storages = {low.untyped_storage().data_ptr() for low in lows}
         is_view = written is None and all(
@@ -907,7 +907,8 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _maker(place: Place) -> str:
+def maker_in_words(place: Place) -> str:
+    """Return an operator and where it was called."""
     return f"{place.operator} {in_words(place.module or MODEL, place.source)}"
 
 
