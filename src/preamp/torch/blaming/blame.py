@@ -75,7 +75,7 @@ def blame(
         The rows, worst first, and which of them are accused. `print` shows them as a table.
 
     Raises:
-        UsageError: for a function that cannot be compared, with the reason.
+        UsageError: for a function or a model that cannot be compared, such as a sharded one, with the reason.
         CastingError: for a table or dtype that autocast refuses.
 
     Every call's result is compared with what float32 returns for the very same inputs, and so are the
@@ -91,7 +91,8 @@ def blame(
     as they were.
 
     It takes 3.7 times the products of a step in float32, up to 5 times with `no_grad` or `detach` in it, and
-    2.3 times more for each accused row that is measured. docs/eyes.md has times and memory.
+    2.3 times more for each accused row that is measured. Where inf or NaN appears, the step is run again to
+    follow it. docs/eyes.md has times and memory.
 
     >>> model = nn.Linear(8, 1)
     >>> found = blame(lambda x: model(x).square().mean(), torch.ones(4, 8), model=model, dtype=torch.float16)
