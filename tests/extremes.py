@@ -41,7 +41,7 @@ class Extreme(NamedTuple):
         """Return whether all entries are finite, and stay so when unscaled.
 
         Args:
-            stored: the dtype of unscaled gradients. None: that of the gradients, or float32 if it is narrower.
+            stored: the dtype of unscaled gradients; None for `wide`.
         """
         limit = LARGEST[stored or self.wide]
         entries = [np.abs(leaf).max() for leaf in (*self.leaves, *self.unscaled())]
@@ -63,6 +63,17 @@ class Extreme(NamedTuple):
         if norm > max_norm:
             gradients = [gradient / norm * np.longdouble(max_norm) for gradient in gradients]
         return [gradient.astype(np.float64) for gradient in gradients]
+
+
+def off_by(row: Extreme, max_norm: float | None, gradients: list[np.ndarray]) -> float:
+    """Return by how much gradients differ from those of the row, clipped, in units of the largest of these.
+
+    What float32 has no normal numbers for counts as 0, which it is on many devices.
+    """
+    right = row.clipped(np.inf if max_norm is None else max_norm)
+    most = max(float(np.abs(leaf).max()) for leaf in right)
+    apart = max(float(np.abs(one - leaf).max()) for one, leaf in zip(gradients, right, strict=True))
+    return 0.0 if apart < np.finfo(np.float32).tiny else apart / most
 
 
 def _norm(gradients: list[np.ndarray]) -> np.longdouble:

@@ -15,20 +15,28 @@ if TYPE_CHECKING:
 A = TypeVar("A")  # an array, dense or sparse
 T = TypeVar("T")  # a scalar of the framework
 
+# The norms of which a sum of squares in float32 tells: above, squares overflow; below, some may be lost to
+# underflow. Elsewhere entries are divided by the largest one before they are squared.
+LEAST_NORM, LARGEST_NORM = 2.0**-40, 2.0**63
+
 
 class Unscaled(NamedTuple, Generic[A, T]):
     """Gradients divided by the loss scale, and what was measured on the way.
 
     Attributes:
         gradients: in the order in which they were given.
-        finite: a boolean scalar: whether all of them are finite.
-        norm: their global L2 norm. It is inf where the squares overflow, which add up to more than 3e38 in
-            float32, and NaN where it is not known. Undefined after an overflow.
+        finite: a boolean scalar: whether all of them are finite, before and after the division.
+        norm: their global L2 norm. It is inf above 3.4e38 in float32, and NaN where it is not known. Undefined
+            after an overflow. PyTorch, which would have to read it, makes it inf where squares overflow and
+            checks `finite` before the division; `ScaledStep.take_on_host` reads both and looks again.
+        peaks: the largest magnitude of each gradient, where the norm is not between `LEAST_NORM` and
+            `LARGEST_NORM` and a compiled program cannot read it. None: not measured.
     """
 
     gradients: list[A]
     finite: T
     norm: T
+    peaks: T | None = None
 
 
 class Arrays(Protocol[A, T]):
@@ -48,10 +56,7 @@ class Arrays(Protocol[A, T]):
         """
 
     def all_finite(self, arrays: Sequence[A], /) -> T:
-        """Return whether all entries are finite: a boolean scalar.
-
-        A sum that overflows may count as not finite where that is faster.
-        """
+        """Return whether all entries are finite: a boolean scalar."""
 
     def global_norm(self, arrays: Sequence[A], /) -> T:
         """Return the L2 norm of all entries together; inf where the squares overflow."""

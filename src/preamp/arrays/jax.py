@@ -2,8 +2,8 @@
 
 On a CPU, XLA spends another pass over memory on a division (it is not fused into what reads the result), on
 `isfinite` of every entry, and on the square of a product. These functions avoid all three, but for `unscale`,
-which divides as Keras does. Each statistic takes one pass; several reductions in one are slower, and
-comparing entries or counting integers would take three.
+which divides as Keras does, and where squares do not fit. Each statistic takes one pass; several reductions
+in one are slower, and comparing entries or counting integers would take three.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from preamp.arrays import Unscaled
+from preamp.arrays import LARGEST_NORM, LEAST_NORM, Unscaled
 from preamp.errors import UsageError
 
 if TYPE_CHECKING:
     from jax.experimental.sparse import JAXSparse
+    from jax.typing import DTypeLike
 
 T = TypeVar("T")
 Gradient: TypeAlias = "Array | JAXSparse"
@@ -72,19 +73,99 @@ def unscale(arrays: Sequence[Gradient], scale: Array) -> Unscaled[Gradient, Arra
     """
     wide = list(map(_wide, _stored(arrays)))
     unscaled = [_replaced(array, values / scale) for array, values in zip(arrays, wide, strict=True)]
-    inverse = 1.0 / scale
-    norm = global_norm(wide) * inverse
-    if isinstance(norm, jax.core.Tracer):
-        # One pass: a norm that is finite shows that all entries are. One that is not may have overflowed.
-        finite = lax.cond(jnp.isfinite(norm), lambda: jnp.bool_(True), lambda: _is_sum_finite(wide, inverse))
-    else:
-        finite = _is_sum_finite(wide, inverse)
-    return Unscaled(unscaled, finite, norm)
+    size = size_of(wide, scale, global_norm(wide))
+    return Unscaled(unscaled, size.finite, size.norm, size.peaks)
 
 
 def all_finite(arrays: Sequence[Gradient]) -> Array:
-    """Return whether the sum of all entries is finite: it is not where an entry is not."""
-    return _is_sum_finite(map(_wide, _stored(arrays)), 1.0)
+    """Return whether all entries are finite."""
+    finite = [jnp.isfinite(peak) for array in arrays for peak in _peaks([array], array.dtype)]
+    return reduce(jnp.logical_and, finite, jnp.bool_(True))
+
+
+class Size(NamedTuple):
+    """How large gradients are.
+
+    Attributes:
+        finite: whether all entries are finite, scaled and unscaled.
+        norm: the global L2 norm of the unscaled gradients, inf beyond the range of its dtype.
+        peaks: the largest unscaled magnitude of each array, of complex ones of the real and the imaginary parts;
+            0 where a plain sum of squares has given the norm.
+        unit: about the largest scaled magnitude; 1 where squares fit.
+        ratio: the norm of the scaled gradients / unit.
+    """
+
+    finite: Array
+    norm: Array
+    peaks: Array
+    unit: Array
+    ratio: Array
+
+    def clip(self, max_norm: float, inverse: Array) -> tuple[Array, Array]:
+        """Return two factors that unscale and clip to a norm: one alone could underflow, as 1 / 3e38 does.
+
+        Args:
+            max_norm: the norm.
+            inverse: 1 / scale.
+        """
+        root, exceeds = jnp.sqrt(self.unit), self.norm > max_norm
+        clip = max_norm / jnp.where(exceeds, self.ratio * root, max_norm)
+        return jnp.where(exceeds, 1.0 / root, inverse), clip
+
+
+def size_of(
+    arrays: Sequence[Gradient],
+    scale: Array,
+    norm: Array,
+    add: Callable[[list[Array]], Array | int] = sum,
+    maximum: Callable[[Array], Array] = lambda peaks: peaks,
+) -> Size:
+    """Return how large gradients are. Only where their squares do not fit it takes more passes.
+
+    Args:
+        arrays: floating or complex, still scaled.
+        scale: the loss scale that is in them.
+        norm: from `global_norm` of them, with the same `add`.
+        add: as for `global_norm`.
+        maximum: returns the largest of such vectors, perhaps with those of other devices.
+    """
+    inverse = 1.0 / scale.astype(norm.dtype)
+    unscaled = norm * inverse
+    fits = (jnp.minimum(norm, unscaled) >= LEAST_NORM) & (jnp.maximum(norm, unscaled) <= LARGEST_NORM)
+
+    def by_squares() -> Size:
+        peaks, one = jnp.zeros(len(arrays), norm.dtype), jnp.ones((), norm.dtype)
+        return Size(jnp.bool_(True), unscaled, peaks, one, norm)
+
+    def by_largest() -> Size:
+        return _size_by_largest(arrays, scale, norm, add, maximum)
+
+    if isinstance(fits, jax.core.Tracer):
+        size: Size = lax.cond(fits, by_squares, by_largest)
+        return size
+    return by_squares() if fits else by_largest()
+
+
+def _size_by_largest(
+    arrays: Sequence[Gradient],
+    scale: Array,
+    norm: Array,
+    add: Callable[[list[Array]], Array | int],
+    maximum: Callable[[Array], Array],
+) -> Size:
+    """Return what `size_of` does, with entries that are divided by the largest before they are squared."""
+    # Without a barrier XLA folds the squares of constants, which overflow.
+    stored = [lax.optimization_barrier(array) for array in _stored(arrays)]
+    scaled = maximum(_peaks(stored, norm.dtype))
+    dtypes = [np.result_type(np.float32, jnp.finfo(array.dtype).dtype) for array in stored]
+    peaks = [(peak.astype(d) / scale.astype(d)).astype(norm.dtype) for peak, d in zip(scaled, dtypes)]
+    unscaled = jnp.stack(peaks) if peaks else scaled
+    # Between devices a maximum need not see NaN, and a sum does.
+    finite = jnp.all(jnp.isfinite(scaled) & jnp.isfinite(unscaled)) & ~jnp.isnan(norm)
+    largest, tiny = jnp.max(scaled, initial=0.0), jnp.finfo(norm.dtype).tiny
+    unit = jnp.clip(largest, tiny, 1.0 / tiny)  # XLA multiplies by the inverse, which must not be 0
+    ratio = global_norm([part.astype(norm.dtype) / unit for part in _real_parts(stored)], add)
+    return Size(finite, unit / scale.astype(norm.dtype) * ratio, unscaled, unit, ratio)
 
 
 def global_norm(arrays: Iterable[Gradient], add: Callable[[list[Array]], Array | int] = sum) -> Array:
@@ -160,20 +241,13 @@ def read(scalars: Sequence[Array]) -> list[float]:
     return [float(value) for value in jax.device_get(list(scalars))]
 
 
-def _is_sum_finite(arrays: Iterable[Array], factor: Array | float) -> Array:
-    """Return whether the sum of all entries times a factor is finite."""
-    return jnp.isfinite(sum([_total(array, factor) for array in arrays], jnp.zeros(())))
-
-
-def _total(array: Array, factor: Array | float) -> Array:
-    """Return the sum of an array's entries times a factor.
-
-    It is a product with a vector, which XLA on a CPU computes four times as fast as a sum.
-    """
-    if not array.size:
-        return jnp.zeros(())
-    rows = array.reshape(-1, array.shape[-1] if array.ndim else 1)
-    return jnp.dot(rows, jnp.full(rows.shape[1], factor, rows.dtype)).sum()
+def _peaks(arrays: Iterable[Gradient], dtype: DTypeLike) -> Array:
+    """Return the largest magnitude of each array, in one vector."""
+    peaks = [jnp.zeros(0, dtype)]
+    for array in arrays:
+        parts = [jnp.max(jnp.abs(part), initial=0.0) for part in _real_parts([array])]
+        peaks.append(reduce(jnp.maximum, parts).astype(dtype)[None])
+    return jnp.concatenate(peaks)
 
 
 def _sum_of_squares(array: Array) -> Array:

@@ -63,7 +63,7 @@ def value_and_grad(
         value, scaled = differentiate(scale, *args, **kwargs)
         policy = loss_scale.policy if isinstance(loss_scale, LossScale) else None  # a state has none
         leaves, rebuild = trees.split(scaled)
-        measured = measure(policy, leaves, scale)
+        measured, _ = measure(policy, leaves, scale)
         return value, rebuild(multiply_by_inverse(leaves, scale)), measured.reading
 
     return call

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from preamp.arrays.jax import global_norm, gradient_stats
+from preamp.arrays.jax import Size, global_norm, gradient_stats, size_of
 from preamp.jax import axes
 from preamp.jax.scaling.states import UNKNOWN_LOSS
 from preamp.policy import Policy
@@ -23,10 +23,10 @@ def measure(
     names: tuple[Hashable, ...] = (),
     loss: Array | None = None,
     loss_names: Iterable[Hashable] = (),
-) -> Measured[Array]:
+) -> tuple[Measured[Array], Size]:
     """Measure the gradients and the loss of one step, over all devices of the step.
 
-    The gradients count as finite if their unscaled norm is finite, so a scale of 0 or NaN counts as an
+    The gradients are finite if all entries are, and stay so when unscaled: a scale of 0 or NaN counts as an
     overflow.
 
     Args:
@@ -41,26 +41,26 @@ def measure(
             JAX tracks need not be named.
 
     Returns:
-        The reading. Its norm is float64 if any gradient is, else float32. Its loss is the mean over the
-        devices that take the same step, so that a guard decides the same on all of them; it is a copy.
+        The reading, and what clips. The norm is float64 if any gradient is, else float32. The loss is the
+        mean over the devices that take the same step, so that a guard decides the same on all of them; it is
+        a copy.
     """
     add, maximum = partial(axes.sum_over, names), partial(axes.max_over, names)
     if loss is not None and names and not axes.tracked(names):
         norm, loss = _norm_and_mean(gradients, loss, names)
     else:
         norm = global_norm(gradients, add)
-    norm = norm * (1.0 / scale.astype(norm.dtype))
+    size = size_of(gradients, scale, norm, add, lambda peaks: maximum([peaks]))
     stats = (
         gradient_stats(policy.needs, policy.edge, gradients, add, maximum) if policy and policy.needs else {}
     )
-    finite = jnp.isfinite(norm)
     if loss is not None:
         # `shard_map` knows the other axes along which the loss differs, and the step does not.
-        apart = axes.varying(loss) - axes.varying(finite)
+        apart = axes.varying(loss) - axes.varying(size.finite)
         apart |= {name for name in loss_names if name not in names and not axes.tracked([name])}
         in_order = tuple(sorted(apart, key=str))  # the same program in each process
         loss = _joined(lax.pmean(_split(loss), in_order)) if in_order else loss + 0.0
-    return Measured(finite, scale, norm, **stats, loss=loss)
+    return Measured(size.finite, scale, size.norm, **stats, loss=loss), size
 
 
 def _norm_and_mean(gradients: list[Array], loss: Array, names: tuple[Hashable, ...]) -> tuple[Array, Array]:

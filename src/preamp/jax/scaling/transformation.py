@@ -251,13 +251,13 @@ class Scaling:
         leaves, rebuild = trees.split(backward.gradients)
         loss = as_loss(backward.loss, "value")
         guard = self._guard_told(backward, loss)
-        measured = measure(self.policy, leaves, backward.scale, self.names, loss, backward.loss_names)
-        norm = measured.grad_norm
-        assert norm is not None
+        measured, size = measure(
+            self.policy, leaves, backward.scale, self.names, loss, backward.loss_names
+        )
         assert measured.loss is not None
-        inverse = 1.0 / backward.scale.astype(norm.dtype)
+        inverse = 1.0 / backward.scale.astype(size.norm.dtype)
         # The state's scalars are copies, since donated buffers must not alias.
-        stored = measured._replace(scale=measured.scale + 0.0, grad_norm=norm.astype(jnp.float32))
+        stored = measured._replace(scale=measured.scale + 0.0, grad_norm=size.norm.astype(jnp.float32))
         judged, taken = None, measured.finite
         if guard is not None and state.guard is not None:
             judged = judge(guard, state.guard.state, stored, jnp.where)
@@ -268,8 +268,8 @@ class Scaling:
             whole = backward.finish(leaves) if backward.finish else leaves
             plain = clipped = rebuild(multiply(whole, inverse))
             if self.max_norm is not None:
-                clip = self.max_norm / jnp.maximum(norm, self.max_norm)
-                clipped = rebuild(multiply(whole, inverse * clip))
+                first, second = size.clip(self.max_norm, inverse)
+                clipped = rebuild(multiply(multiply(whole, first), second))
             # Line searches ask for the gradient of the loss, before clipping. If unused, the compiler
             # drops it.
             offered = {"grad": plain, **extra}
