@@ -60,21 +60,13 @@ def compiled_transformation(optimizer: Any, row: Extreme, params: Any, state: An
     return jax.jit(lambda p, s: transformation(optimizer, row, p, s))(params, state)
 
 
-def applied(optimizer: Any, row: Extreme, params: Any, state: Any) -> Any:
-    def apply(params: Any, state: Any, gradients: Any) -> Any:
-        scaled = ScaledGradients(gradients, state.policy_state.scale)
-        return apply_gradients(optimizer, scaled, state, params)
-
-    return jax.jit(apply)(params, state, gradients(row))
-
-
 def stepped(optimizer: Any, row: Extreme, params: Any, state: Any) -> Any:
     return jax.jit(step(handing, optimizer))(params, state, gradients(row))[1:]
 
 
 @each_row
 @each_limit
-@pytest.mark.parametrize("way", [transformation, compiled_transformation, applied, stepped])
+@pytest.mark.parametrize("way", [transformation, compiled_transformation, stepped])
 def test_each_way_does_with_extreme_gradients_what_float64_would(
     row: Extreme, max_norm: float | None, way: Callable[..., Any]
 ) -> None:

@@ -438,7 +438,10 @@ def test_last_step_warns_of_devices_that_judge_other_losses(mesh: Mesh) -> None:
 def test_devices_with_other_parameters_decide_by_the_mean_of_the_losses_they_are_given(
     mesh: Mesh, checked: bool
 ) -> None:
-    """The norm is that of all; with it the loss is averaged, in one reduction where JAX tracks no axes."""
+    """The norm is that of all; with it the loss is averaged, in one reduction where JAX tracks no axes.
+
+    There is another one for squares that do not fit.
+    """
     guard = SpikeGuard(warmup=3)
     steps = {}
     for name, one in (("guarded", guard), ("plain", None)):
@@ -473,7 +476,7 @@ def test_devices_with_other_parameters_decide_by_the_mean_of_the_losses_they_are
         )
     }
     assert counts["guarded"] == counts["plain"]
-    assert checked or counts["guarded"] == 1
+    assert checked or counts["guarded"] == 2
 
 
 @pytest.mark.parametrize("checked", [True, False])

@@ -25,18 +25,44 @@ def test_a_loss_of_a_half_type_is_scaled_in_float32(kind: str, dtype: Any) -> No
 
 
 @each_kind
-def test_gradients_of_float16_are_unscaled_in_float32(kind: str) -> None:
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_of_a_half_type_are_divided_in_float32_and_come_back_in_it(kind: str, dtype: Any) -> None:
+    """1 / 2**25 is 0 in float16, and 3 / 2**17 is not."""
     optimizer = wrapped(kind, initial_scale=2.0**25)
-    (unscaled,) = optimizer.get_unscaled_gradients([tf.constant([1.0, 3.0], tf.float16)])
-    assert unscaled.dtype == tf.float32
-    assert unscaled.numpy().tolist() == [2.0**-25, 3.0 * 2.0**-25]
+    rows = tf.IndexedSlices(tf.constant([[96.0]], dtype), tf.constant([1]), tf.constant([2, 1]))
+    dense, none, sparse = optimizer.get_unscaled_gradients([tf.constant([256.0, 768.0], dtype), None, rows])
+    assert (dense.dtype, none, sparse.dtype) == (dtype, None, dtype)
+    assert dense.numpy().tolist() == [2.0**-17, 3.0 * 2.0**-17]
+    assert sparse.values.numpy().tolist() == [[tf.cast(96.0 / 2.0**25, dtype).numpy()]]
+
+
+@each_kind
+def test_what_is_too_small_for_float16_is_lost_with_the_scale(kind: str) -> None:
+    (unscaled,) = wrapped(kind, initial_scale=2.0**25).get_unscaled_gradients([tf.constant(0.5, tf.float16)])
+    assert float(unscaled) == 0.0
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+def test_a_variable_of_a_half_type_can_be_updated_by_hand(kind: str, dtype: Any, compiled: bool) -> None:
+    optimizer, variable = wrapped(kind, initial_scale=1024.0), tf.Variable([1.0, 2.0], dtype=dtype)
+
+    def train() -> None:
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(tf.reduce_sum(variable * variable))
+        (gradient,) = optimizer.get_unscaled_gradients([tape.gradient(loss, variable)])
+        variable.assign_sub(0.25 * gradient)
+
+    (tf.function(train) if compiled else train)()
+    assert variable.numpy().tolist() == [0.5, 1.0]
 
 
 @of_tf_keras
 def test_tf_keras_loses_both(kind: str) -> None:
     peer = Peer(inner(kind), initial_scale=2.0**25)
     assert float(peer.get_scaled_loss(tf.constant(3.0, tf.float16))) == float("inf")
-    assert float(peer.get_unscaled_gradients([tf.constant(1.0, tf.float16)])[0]) == 0.0
+    assert peer.get_unscaled_gradients([tf.constant([256.0], tf.float16)])[0].numpy().tolist() == [0.0]
 
 
 @each_kind

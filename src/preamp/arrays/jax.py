@@ -77,6 +77,12 @@ def unscale(arrays: Sequence[Gradient], scale: Array) -> Unscaled[Gradient, Arra
     return Unscaled(unscaled, size.finite, size.norm, size.peaks)
 
 
+def times(array: Gradient, factor: Array) -> Gradient:
+    """Return an array, maybe a BCOO, times a scalar."""
+    (values,) = _stored([array])
+    return _replaced(array, values * factor)
+
+
 def all_finite(arrays: Sequence[Gradient]) -> Array:
     """Return whether all entries are finite."""
     finite = [jnp.isfinite(peak) for array in arrays for peak in _peaks([array], array.dtype)]
@@ -134,8 +140,8 @@ def size_of(
     fits = (jnp.minimum(norm, unscaled) >= LEAST_NORM) & (jnp.maximum(norm, unscaled) <= LARGEST_NORM)
 
     def by_squares() -> Size:
-        peaks, one = jnp.zeros(len(arrays), norm.dtype), jnp.ones((), norm.dtype)
-        return Size(jnp.bool_(True), unscaled, peaks, one, norm)
+        # True, zeros and 1, which vary between devices where the norm does: the branches must agree on that.
+        return Size(norm == norm, unscaled, jnp.zeros(len(arrays), norm.dtype) * norm, norm / norm, norm)
 
     def by_largest() -> Size:
         return _size_by_largest(arrays, scale, norm, add, maximum)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from preamp.arrays import Unscaled
+from preamp.arrays import LARGEST_NORM, LEAST_NORM, Unscaled
 from preamp.arrays.load_order import before_tensorflow
 from preamp.checks import FLOAT32_MAX
 from preamp.errors import UsageError
@@ -45,9 +45,9 @@ def scaled(loss: Number, scale: tf.Tensor) -> tf.Tensor:
 def unscale(
     gradients: Sequence[Gradient | None], scale: tf.Tensor | None
 ) -> Unscaled[Gradient | None, tf.Tensor]:
-    """Unscale as `divide` does, and check one sum, which takes fewer operators than every entry does."""
+    """Unscale as `divide` does, and measure."""
     unscaled = divide(gradients, scale)
-    return Unscaled(unscaled, sum_is_finite(unscaled), global_norm(unscaled))
+    return Unscaled(unscaled, *finite_and_norm(unscaled))
 
 
 def divide(gradients: Sequence[Gradient | None], scale: tf.Tensor | None) -> list[Gradient | None]:
@@ -68,9 +68,11 @@ def divide(gradients: Sequence[Gradient | None], scale: tf.Tensor | None) -> lis
 
 
 def as_stored(gradient: Gradient | None, variable: HasDtype) -> Gradient | None:
-    """Return a gradient in its variable's dtype, which optimizers require."""
+    """Return a gradient in its variable's dtype, which optimizers require, or in that of another gradient."""
+    if gradient is None:
+        return None
     dtype = tf.as_dtype(variable.dtype)  # Keras has names for dtypes
-    if gradient is None or gradient.dtype == dtype:
+    if gradient.dtype == dtype:
         return gradient
     return _mapped(lambda values: tf.cast(values, dtype), gradient)
 
@@ -80,17 +82,28 @@ def all_finite(gradients: Sequence[Gradient | None]) -> tf.Tensor:
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(values)) for values in _values(gradients)])
 
 
-def sum_is_finite(gradients: Sequence[Gradient | None], *, times: float = 1.0) -> tf.Tensor:
-    """Return whether the sum of all gradients is finite: fewer operators than `all_finite`, which is exact.
+def finite_and_norm(gradients: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Return whether all gradients are finite, and their norm: a plain one, unless squares do not fit.
 
-    An entry that is not finite makes the sum so; finite entries do only where they add up beyond float32.
-
-    Args:
-        gradients: at least one; None is left out.
-        times: a factor up to which the sum has to stay finite.
+    Returns:
+        With them the largest magnitude of each gradient that is not None, if squares do not fit; else zeros.
     """
-    total = _sum([tf.reduce_sum(_wide(values)) for values in _values(gradients)])
-    return tf.math.is_finite(total if times == 1.0 else total * tf.cast(times, total.dtype))
+    values = _values(gradients)
+    plain = global_norm(gradients)
+
+    def by_squares() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        return tf.constant(True), plain, tf.zeros(len(values))
+
+    def by_largest() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        peaks = [_largest(one) for one in values]
+        # XLA may multiply by the inverse, which has to be a normal number.
+        unit = tf.clip_by_value(tf.reduce_max([0.0, *peaks]), 2.0**-126, 2.0**126)
+        norm = unit * global_norm(divide(gradients, unit))
+        return all_finite(gradients), norm, tf.stack(peaks) if peaks else tf.zeros(0)
+
+    fits = tf.logical_and(plain >= LEAST_NORM, plain <= LARGEST_NORM)
+    finite, norm, peaks = tf.cond(fits, by_squares, by_largest)
+    return finite, norm, peaks
 
 
 def global_norm(gradients: Sequence[Gradient | None]) -> tf.Tensor:

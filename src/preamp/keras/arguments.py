@@ -12,9 +12,14 @@ import keras
 from preamp.checks import level_of_caller, not_subnormal, positive, shown, warn_if_inexact
 from preamp.errors import InexactScale, PolicyError
 from preamp.policy import Dynamic, Policy, Static
-from preamp.systems.arguments import INITIAL_SCALE, INTERVAL, as_whole, check_scale, given_policy
-
-LONGEST = 2**24  # the counter is a float32 variable, which counts no further
+from preamp.systems.arguments import (
+    INITIAL_SCALE,
+    INTERVAL,
+    as_whole,
+    check_counted,
+    check_scale,
+    given_policy,
+)
 
 
 def rule(
@@ -92,18 +97,14 @@ def _fixed(factor: float, moving: Mapping[str, Any]) -> Policy[Any]:
     return Static(factor)
 
 
-def check_rule(scale: float, steps: float) -> None:
+def check_rule(scale: float, steps: int) -> None:
     """Check a first scale and an interval.
 
     Raises:
         PolicyError: if either is invalid.
     """
     check_scale(scale, steps)
-    if steps > LONGEST:
-        raise PolicyError(
-            f"dynamic_growth_steps={steps!r} is more than 2**24, the most that the counter can hold. "
-            f"Write loss_scale_factor={scale!r} for a scale that does not move."
-        )
+    check_counted(steps, f"loss_scale_factor={scale!r}")
 
 
 def check_config(config: object, kind: type) -> None:

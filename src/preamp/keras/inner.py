@@ -17,6 +17,8 @@ from preamp.systems.arguments import UNUSED, check_averaging, check_limits
 # Bound here, because users replace Keras's class with this library's under Keras's name.
 BaseLossScaleOptimizer = keras.optimizers.LossScaleOptimizer
 
+MULTI_OPTIMIZERS: Any = getattr(keras.optimizers, "MultiOptimizer", ())  # since Keras 3.16
+
 LIMITS = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm")
 NEED_VARIABLES = ("use_ema", "gradient_accumulation_steps")
 
@@ -39,6 +41,18 @@ class Handed:
         if self.name in UNUSED:
             _check(inner, {self.name: value})
         setattr(inner, self.name, value)
+
+
+def optimizers_in(inner: keras.Optimizer) -> list[keras.Optimizer]:
+    """Return the optimizers that update: those inside Keras's `MultiOptimizer`, or the one that is given."""
+    return list(inner.optimizers) if isinstance(inner, MULTI_OPTIMIZERS) else [inner]
+
+
+def optimizer_of(inner: keras.Optimizer, variable: keras.Variable) -> keras.Optimizer:
+    """Return the optimizer that updates a variable."""
+    if not isinstance(inner, MULTI_OPTIMIZERS):
+        return inner
+    return inner.optimizers[inner._var_to_optimizer_idx[inner._var_key(variable)]]
 
 
 def check_inner(inner: keras.Optimizer) -> None:
@@ -112,8 +126,7 @@ def _default(kind: type, name: str) -> Any:
 
 def _check(inner: keras.Optimizer, new: dict[str, Any]) -> None:
     """Check new settings together with those that the optimizer has."""
-    several = getattr(keras.optimizers, "MultiOptimizer", ())
-    unused = [name for name in new if new[name] != UNUSED[name] and isinstance(inner, several)]
+    unused = [name for name in new if new[name] != UNUSED[name] and isinstance(inner, MULTI_OPTIMIZERS)]
     if unused:
         raise PolicyError(
             f"{unused[0]}={new[unused[0]]!r} would have no effect: {type(inner).__name__} leaves it to the "

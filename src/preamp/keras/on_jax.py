@@ -49,9 +49,13 @@ def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
     before = [variable.value for variable in mutable]
 
     def take() -> list[jax.Array]:
-        return _updated(step.inner, step.unscaled().gradients, step.variables, before)
+        gradients = step.unscaled().gradients
+        if step.inner_clips:
+            pairs = zip(gradients, step.divisors(peaks), strict=True)
+            gradients = [one if by is None else arrays.times(one, 1.0 / by) for one, by in pairs]
+        return _updated(step.inner, gradients, step.variables, before)
 
-    _, finite, norm = step.unscaled()
+    _, finite, norm, peaks = step.unscaled()
     # A loss of another trace, or one that was computed outside, belongs to another step.
     loss = step.loss_where(_trace_of(step.loss) is _trace_of(step.scale))
     measured = step.scaler.measured(finite, norm, step.gradient_stats(), loss)

@@ -40,7 +40,9 @@ def take_traced(step: ScaledStep[Gradient, tf.Tensor]) -> bool:
         )
     loss = step.loss_where(tf.executing_eagerly() or _is_within(step.loss))
     stats = step.gradient_stats()
-    gradients, finite, norm = step.unscaled()
+    gradients, finite, norm, peaks = step.unscaled()
+    if peaks is not None and step.inner_clips:
+        gradients = _clippable(step, gradients, peaks)
     finite, loss = _agreed(replica, finite, loss)
     measured = {"finite": finite, "norm": norm, **({} if loss is None else {"loss": loss}), **stats}
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
@@ -49,6 +51,19 @@ def take_traced(step: ScaledStep[Gradient, tf.Tensor]) -> bool:
         arguments = (step.inner, step.scaler, measured, gradients, step.variables)
         replica.merge_call(_in_cross_replica_context, args=arguments)
     return True
+
+
+def _clippable(
+    step: ScaledStep[Gradient, tf.Tensor], gradients: list[Gradient | None], peaks: tf.Tensor
+) -> list[Gradient | None]:
+    """Return gradients that the inner optimizer can clip."""
+
+    def divided() -> list[Gradient | None]:
+        pairs = zip(gradients, step.divisors(peaks), strict=True)
+        return [one if by is None else arrays.divide([one], by)[0] for one, by in pairs]
+
+    clippable: list[Gradient | None] = tf.cond(tf.reduce_any(peaks > 0.0), divided, lambda: gradients)
+    return clippable
 
 
 def _in_cross_replica_context(
@@ -148,12 +163,13 @@ def unscale(
     The norm of that sum is not known then: the inner optimizer computes the sum.
     """
     divisor = None if scale is None else tf.convert_to_tensor(scale)
-    replica = tf.distribute.get_replica_context()
-    if replica.num_replicas_in_sync == 1:
-        return arrays.unscale(gradients, divisor)
-    unscaled = arrays.divide(gradients, divisor)
-    is_finite = arrays.sum_is_finite(unscaled, times=float(replica.num_replicas_in_sync))
-    return Unscaled(unscaled, is_finite, tf.constant(math.nan))
+    unscaled = arrays.unscale(gradients, divisor)
+    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    if replicas == 1:
+        return unscaled
+    fits = tf.reduce_all(tf.math.is_finite(unscaled.peaks * float(replicas)))
+    finite = tf.logical_and(unscaled.finite, fits)
+    return Unscaled(unscaled.gradients, finite, tf.constant(math.nan))
 
 
 def write(values: Sequence[tuple[keras.Variable, float | tuple[float, ...]]]) -> None:

@@ -7,21 +7,23 @@ a compiled program differs between Keras's backends: `on_jax`, `on_tensorflow` a
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import keras
 import numpy as np
 
-from preamp.arrays import Arrays, Unscaled
-from preamp.checks import level_of_caller
+from preamp.arrays import LARGEST_NORM, LEAST_NORM, Arrays, Unscaled
+from preamp.checks import FLOAT32_MAX, level_of_caller
 from preamp.errors import PolicyError, UsageError
 from preamp.guards import Guard
 from preamp.guards.base import map_state
 from preamp.guards.skips import SkipsInARow
+from preamp.keras.inner import optimizer_of, optimizers_in
 from preamp.policy import Policy, Where, choose
 from preamp.scaling import GuardRecord, Measured, ScalerState, advance, judge, start
 from preamp.systems.arguments import check_counts
@@ -499,20 +501,14 @@ class ScaledStep(Generic[G, T]):
                 f"inner_optimizer.loss_scale_factor={twice!r} was set after it was wrapped: gradients would "
                 "be divided twice. Write inner_optimizer.loss_scale_factor = None."
             )
-        places: list[int] = []
-        given: list[G] = []
-        variables: list[keras.Variable] = []
-        overwriting: list[G] = []
-        for place, gradient in enumerate(self.gradients):
-            if gradient is None:
-                continue
-            variable = self.variables[place]
-            if getattr(variable, OVERWRITTEN, False):
-                overwriting.append(gradient)
-            else:
-                places.append(place)
-                given.append(gradient)
-                variables.append(variable)
+        places = self._divided
+        given = [cast(G, self.gradients[place]) for place in places]
+        variables = [self.variables[place] for place in places]
+        overwriting = [
+            gradient
+            for place, gradient in enumerate(self.gradients)
+            if gradient is not None and place not in places
+        ]
         if not given and not overwriting:
             raise ValueError(
                 "all gradients are None. Compute the loss from these variables, where gradients are recorded."
@@ -523,18 +519,56 @@ class ScaledStep(Generic[G, T]):
             result[place] = quotient
         if overwriting:
             finite = finite & self.arrays.all_finite(overwriting)  # type: ignore[operator]
-        return Unscaled(result, finite, unscaled.norm)
+        return Unscaled(result, finite, unscaled.norm, unscaled.peaks)
+
+    @property
+    def _divided(self) -> list[int]:
+        """The places of the gradients that are divided by the scale: not those that overwrite a variable."""
+        return [
+            place
+            for place, (gradient, variable) in enumerate(zip(self.gradients, self.variables, strict=True))
+            if gradient is not None and not getattr(variable, OVERWRITTEN, False)
+        ]
+
+    @property
+    def inner_clips(self) -> bool:
+        """Whether an inner optimizer clips to a norm, for which it adds up squares."""
+        return any(each.clipnorm or each.global_clipnorm for each in optimizers_in(self.inner))
+
+    def divisors(self, peaks: T) -> list[T | None]:
+        """Return by what to divide gradients that are too large for an inner optimizer to square and clip.
+
+        It turns them into zeros or NaN: their norm is inf. Divided, they are still above its limit, so that
+        it clips them to it, and their direction is the same.
+
+        Args:
+            peaks: the largest magnitude of each unscaled gradient, or 0, as in `Unscaled`.
+
+        Returns:
+            A divisor for each of `gradients`, 1 of those that are small enough; None of those that stay.
+        """
+        groups: dict[Any, tuple[float, list[int]]] = {}
+        for number, place in enumerate(self._divided):
+            each = optimizer_of(self.inner, self.variables[place])
+            if each.clipnorm or each.global_clipnorm:
+                group = place if each.clipnorm else id(each)
+                groups.setdefault(group, (each.clipnorm or each.global_clipnorm, []))[1].append(number)
+        found: list[Any] = [None] * len(self.gradients)
+        for limit, numbers in groups.values():
+            largest = keras.ops.max(keras.ops.take(peaks, numbers, axis=0))
+            times = keras.ops.minimum(largest / limit, 2.0**126)  # has an inverse in float32
+            for number in numbers:
+                found[self._divided[number]] = keras.ops.where(
+                    largest > limit, times, keras.ops.ones_like(times)
+                )
+        return found
 
     def gradient_stats(self) -> Mapping[str, T]:
         """Return the statistics of the scaled gradients that the policy needs, by the fields of `Reading`."""
         policy = self.scaler.policy
         if not policy.needs:
             return {}
-        gradients = [
-            gradient
-            for gradient, variable in zip(self.gradients, self.variables, strict=True)
-            if gradient is not None and not getattr(variable, OVERWRITTEN, False)
-        ]
+        gradients = [cast(G, self.gradients[place]) for place in self._divided]
         if self.scale is not None:
             return self.arrays.gradient_stats(policy.needs, policy.edge, gradients)
         # The gradients are already divided, so the edge is too. Only on TensorFlow, where it can be a tensor.
@@ -561,9 +595,9 @@ class ScaledStep(Generic[G, T]):
         first, last = 2 + len(stats), 2 + len(stats) + len(scaler.floats)
         state = numbers[first:last]
         scaler.check(state)
-        if finite and self.scale is not None and state[0] < 1.0:  # dividing by it can overflow
-            present = [gradient for gradient in unscaled.gradients if gradient is not None]
-            finite = bool(self.arrays.read([self.arrays.all_finite(present)])[0])
+        gradients = unscaled.gradients
+        if finite and not LEAST_NORM <= norm <= LARGEST_NORM:
+            finite, norm, gradients = self._measured_by_largest(gradients)
         found = dict(zip(stats, numbers[2:], strict=False)) if stats else {}
         measured = Measured(finite, state[0], norm, **found)
         guard_state, judged, taken = None, None, finite
@@ -572,5 +606,22 @@ class ScaledStep(Generic[G, T]):
             judged = judge(guard, guard_state, measured)
             taken = judged.taken
         if taken:
-            self.backend.update(self.inner, unscaled.gradients, self.variables)
+            self.backend.update(self.inner, gradients, self.variables)
         scaler.advance_on_host(state, measured, self.backend.write, guard_state, judged)
+
+    def _measured_by_largest(self, gradients: list[G | None]) -> tuple[bool, float, list[G | None]]:
+        """Return whether unscaled gradients whose squares do not fit are finite, their norm, and what to apply."""
+        arrays, result = self.arrays, list(gradients)
+        present = [cast(G, gradients[place]) for place in self._divided]
+        peaks = [arrays.peak([gradient]) for gradient in present]
+        finite, *numbers = arrays.read([arrays.all_finite(present), *peaks])
+        largest = min(max(numbers, default=0.0), 2.0**126)  # has an inverse in float32
+        if not finite or largest < 2.0**-126:
+            return bool(finite), largest, result
+        divisor = keras.ops.convert_to_tensor(largest, "float32")
+        norm = largest * arrays.read([arrays.unscale(present, divisor).norm])[0]
+        if self.inner_clips:
+            for place, by in enumerate(self.divisors(keras.ops.stack(peaks))):
+                if by is not None:
+                    (result[place],) = arrays.unscale([cast(G, result[place])], by).gradients
+        return True, norm if norm <= FLOAT32_MAX else math.inf, result

@@ -13,6 +13,7 @@ from preamp.systems.definition import Dialect
 
 INITIAL_SCALE = 2.0**15
 INTERVAL = 2000
+LONGEST = 2**24  # a float32 counter counts no further
 
 # The arguments that every optimizer of Keras implements, with the values that mean "not given".
 UNUSED: dict[str, Any] = {
@@ -72,6 +73,15 @@ def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
             "Write initial_scale=2.0**15."
         )
     whole("dynamic_growth_steps", dynamic_growth_steps, least=1, instead="dynamic_growth_steps=2000")
+
+
+def check_counted(dynamic_growth_steps: int, instead: str) -> None:
+    """Refuse an interval that a float32 counter of clean steps never reaches."""
+    if dynamic_growth_steps > LONGEST:
+        raise PolicyError(
+            f"dynamic_growth_steps={dynamic_growth_steps!r} is more than 2**24, the most that the counter can "
+            f"hold. Write {instead} for a scale that does not move."
+        )
 
 
 def check_resumed(policy: Policy[Any], saved: Mapping[str, Any], instead: str) -> Any:

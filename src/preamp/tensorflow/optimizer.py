@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, TypeV
 
 import tensorflow as tf
 
-from preamp.arrays.tensorflow import Gradient, divide, scaled, unconverted
+from preamp.arrays.tensorflow import Gradient, as_stored, divide, scaled, unconverted
 from preamp.checks import (
     ScaledLosses,
     level_of_caller,
@@ -284,15 +284,19 @@ class LossScaleOptimizer:
         """Return the gradients divided by the scale.
 
         Args:
-            grads: tensors or `tf.IndexedSlices`. None stays None. float16 and bfloat16 become float32,
-                because 1 / 2**25 is 0 in float16.
+            grads: tensors or `tf.IndexedSlices`, divided in float32 or wider. None stays None.
+
+        Returns:
+            Gradients of the dtypes that were given. So float16 has nothing below 6e-8: with a scale of 2**15
+            what was below 0.002 becomes 0. Gradients of float32 variables are float32.
 
         Raises:
             UsageError: if it is not a list of tensors.
         """
         grads = listed_gradients("grads", grads, "get_unscaled_gradients(tape.gradient(loss, variables))")
         self._gradients_have_been_unscaled = True
-        return divide(grads, self.loss_scale)
+        unscaled = divide(grads, self.loss_scale)
+        return [as_stored(one, given) for one, given in zip(unscaled, grads, strict=True)]
 
     def get_gradients(self, loss: Loss, params: Variables) -> list[Any]:
         """Return unscaled gradients of a loss in a graph. Not needed with `minimize` or a tape.

@@ -17,7 +17,7 @@ import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs
 
-from preamp.arrays.tensorflow import Gradient, as_stored, unconverted
+from preamp.arrays.tensorflow import Gradient, as_stored, divide, finite_and_norm, unconverted
 from preamp.checks import check_store, listed_variables, paired
 from preamp.errors import UsageError
 from preamp.guards import Guard
@@ -125,6 +125,29 @@ class OverTfKeras(BaseLossScaleOptimizer):
         # In the variables' dtype before they are checked: 1e6 becomes inf in float16.
         pairs = [(as_stored(gradient, variable), variable) for gradient, variable in given]
         return self._theirs().apply_gradients(pairs, *args, **kwargs)
+
+    def _apply_gradients(self, grads: Sequence[Gradient], *others: object) -> Any:
+        return self._theirs()._apply_gradients(self._clippable(grads), *others)
+
+    def _clippable(self, grads: Sequence[Gradient]) -> Sequence[Gradient]:
+        """Return gradients that the inner optimizer can clip: of squares that overflow it makes zeros or NaN.
+
+        Those are divided so that their largest entry is the limit, and so their norm is not below it.
+        """
+        limit = self._optimizer.clipnorm or self._optimizer.global_clipnorm
+        if not limit:
+            return grads
+        _, _, peaks = finite_and_norm(grads)
+        if not self._optimizer.clipnorm:
+            peaks = tf.fill(tf.shape(peaks), tf.reduce_max(peaks))
+
+        def divided() -> list[Gradient]:
+            divisors = tf.clip_by_value(peaks / limit, 1.0, 2.0**126)  # which have inverses in float32
+            pairs = zip(grads, tf.unstack(divisors, num=len(grads)), strict=True)
+            return [as_stored(divide([one], by)[0], one) for one, by in pairs]
+
+        clippable: Sequence[Gradient] = tf.cond(tf.reduce_any(peaks > limit), divided, lambda: list(grads))
+        return clippable
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration and the state of the scale, in plain JSON.

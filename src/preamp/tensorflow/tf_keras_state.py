@@ -16,9 +16,8 @@ from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs  # tf_ke
 
 from preamp.arrays.tensorflow import (
     Gradient,
-    all_finite,
     check_eager,
-    global_norm,
+    finite_and_norm,
     gradient_stats,
     unconverted,
 )
@@ -474,7 +473,8 @@ def _finite_and_norm(
     """
 
     def measured(grads: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Tensor]:
-        return tf.where(all_finite(grads), 0.0, 1.0), global_norm(grads)
+        finite, norm, _ = finite_and_norm(grads)
+        return tf.where(finite, 0.0, 1.0), norm
 
     total = tf.distribute.ReduceOp.SUM
     if tf.distribute.in_cross_replica_context():
@@ -483,9 +483,9 @@ def _finite_and_norm(
         norm = strategy.experimental_local_results(norms)[0]
         return tf.equal(strategy.reduce(total, overflows, axis=None), 0.0), norm
     replica = tf.distribute.get_replica_context()
-    if replica.num_replicas_in_sync == 1:
-        return all_finite(grads), global_norm(grads)
     overflows, norm = measured(grads)
+    if replica.num_replicas_in_sync == 1:
+        return tf.equal(overflows, 0.0), norm
     if agrees:
         sums = replica.all_reduce(total, tf.stack([overflows, norm]))
         return tf.equal(sums[0], 0.0), sums[1] / float(replica.num_replicas_in_sync)

@@ -251,9 +251,7 @@ class Scaling:
         leaves, rebuild = trees.split(backward.gradients)
         loss = as_loss(backward.loss, "value")
         guard = self._guard_told(backward, loss)
-        measured, size = measure(
-            self.policy, leaves, backward.scale, self.names, loss, backward.loss_names
-        )
+        measured, size = measure(self.policy, leaves, backward.scale, self.names, loss, backward.loss_names)
         assert measured.loss is not None
         inverse = 1.0 / backward.scale.astype(size.norm.dtype)
         # The state's scalars are copies, since donated buffers must not alias.
