@@ -488,6 +488,7 @@ def check_guarded(ranks: Ranks, how: dict[str, Any], calls: int, capturable: boo
     losses = [[2.0 + 0.1 * (step % 3), 2.5 - 0.1 * (step % 2)] for step in range(14)]
     norms = [1.0 + 0.1 * (step % 4) for step in range(14)]
     losses[8][1] = 60.0  # on one rank only
+    losses[10] = [1.5, -1.5]  # whose mean is 0
     norms[10] = 30.0
     losses[12][0] = math.nan
     first, second, *_ = ranks("guarded", losses=losses, norms=norms, capturable=capturable, **how)

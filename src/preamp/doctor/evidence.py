@@ -141,7 +141,8 @@ class Record:
             skip and not spike for skip, spike in zip(self._kept("skipped"), self._is_spike, strict=True)
         )
         if self.scales:
-            self.scales.append(self._last_scale() or self.scales[-1])
+            new = self._last_scale()
+            self.scales.append(self.scales[-1] if new is None else new)
 
     def __len__(self) -> int:
         return len(self.skipped)
