@@ -56,7 +56,7 @@ def dense(tensor: Any) -> np.ndarray:
 
 def test_unscaling_divides_in_float32_and_measures() -> None:
     given = tensors()
-    unscaled, finite, norm = arrays.unscale(given, keras.ops.convert_to_tensor(8.0))
+    unscaled, finite, norm, _ = arrays.unscale(given, keras.ops.convert_to_tensor(8.0))
     assert [keras.backend.standardize_dtype(tensor.dtype) for tensor in unscaled] == ["float32"] * 3
     found = np.concatenate([dense(tensor).ravel() for tensor in unscaled])
     np.testing.assert_array_equal(found, (ENTRIES / 8.0).astype(np.float32))
@@ -67,7 +67,7 @@ def test_unscaling_divides_in_float32_and_measures() -> None:
 
 
 def test_what_underflows_in_a_half_type_is_kept() -> None:
-    (unscaled,), _, _ = arrays.unscale(tensors(float16=np.ones(1)), keras.ops.convert_to_tensor(2.0**25))
+    (unscaled,), *_ = arrays.unscale(tensors(float16=np.ones(1)), keras.ops.convert_to_tensor(2.0**25))
     assert dense(unscaled) == [2.0**-25]
 
 
@@ -86,7 +86,8 @@ def test_finite_entries_with_infinite_squares_are_finite() -> None:
     given = tensors(float32=np.array([1e30, 1.0]))
     assert number(arrays.all_finite(given)) == 1.0
     unscaled = arrays.unscale(given, keras.ops.convert_to_tensor(8.0))
-    assert (number(unscaled.finite), number(unscaled.norm)) == (1.0, np.inf)
+    exact = np.inf if BACKEND == "torch" else pytest.approx(1.25e29)  # which the step then computes
+    assert (number(unscaled.finite), number(unscaled.norm)) == (1.0, exact)
 
 
 def test_the_norm_and_the_peak_are_those_of_all_entries() -> None:
@@ -114,7 +115,7 @@ def test_statistics_are_those_that_are_needed() -> None:
 
 def test_of_a_sparse_gradient_the_stored_entries_count() -> None:
     given = [sparse([3.0, -4.0], [1, 5])]
-    (unscaled,), finite, norm = arrays.unscale(given, keras.ops.convert_to_tensor(2.0))
+    (unscaled,), finite, norm, _ = arrays.unscale(given, keras.ops.convert_to_tensor(2.0))
     assert (dense(unscaled).ravel() == [0.0, 1.5, 0.0, 0.0, 0.0, -2.0, 0.0, 0.0]).all()
     assert (number(finite), number(norm), number(arrays.peak(given))) == (1.0, 2.5, 4.0)
     assert number(arrays.count_from(3.5, given)) == 1.0

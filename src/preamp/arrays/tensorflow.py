@@ -88,22 +88,22 @@ def finite_and_norm(gradients: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf
     Returns:
         With them the largest magnitude of each gradient that is not None, if squares do not fit; else zeros.
     """
-    values = _values(gradients)
     plain = global_norm(gradients)
-
-    def by_squares() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        return tf.constant(True), plain, tf.zeros(len(values))
-
-    def by_largest() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        peaks = [_largest(one) for one in values]
-        # XLA may multiply by the inverse, which has to be a normal number.
-        unit = tf.clip_by_value(tf.reduce_max([0.0, *peaks]), 2.0**-126, 2.0**126)
-        norm = unit * global_norm(divide(gradients, unit))
-        return all_finite(gradients), norm, tf.stack(peaks) if peaks else tf.zeros(0)
-
+    peaks = tf.constant([0.0] * len(_values(gradients)))
     fits = tf.logical_and(plain >= LEAST_NORM, plain <= LARGEST_NORM)
-    finite, norm, peaks = tf.cond(fits, by_squares, by_largest)
+    finite, norm, peaks = tf.cond(
+        fits, lambda: (tf.constant(True), plain, peaks), lambda: _by_largest(gradients)
+    )
     return finite, norm, peaks
+
+
+def _by_largest(gradients: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Return what `finite_and_norm` does, with entries divided by the largest before they are squared."""
+    peaks = [_largest(values) for values in _values(gradients)]
+    # XLA may multiply by the inverse, which has to be a normal number.
+    unit = tf.clip_by_value(tf.reduce_max([0.0, *peaks]), 2.0**-126, 2.0**126)
+    norm = unit * global_norm(divide(gradients, unit))
+    return all_finite(gradients), norm, tf.stack(peaks) if peaks else tf.zeros(0)
 
 
 def global_norm(gradients: Sequence[Gradient | None]) -> tf.Tensor:

@@ -237,6 +237,11 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         return self.inner_optimizer.iterations
 
     @property
+    def optimizers(self) -> list[keras.Optimizer]:
+        """Those inside Keras's `MultiOptimizer`, whose learning rates callbacks set; only around one."""
+        return self.inner_optimizer.optimizers  # type: ignore[no-any-return]
+
+    @property
     def loss_scale(self) -> float:
         """The scale by which the next loss is multiplied, copied to the host."""
         return float(arrays.read([self.dynamic_scale.value])[0])

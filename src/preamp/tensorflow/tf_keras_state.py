@@ -483,9 +483,9 @@ def _finite_and_norm(
         norm = strategy.experimental_local_results(norms)[0]
         return tf.equal(strategy.reduce(total, overflows, axis=None), 0.0), norm
     replica = tf.distribute.get_replica_context()
-    overflows, norm = measured(grads)
     if replica.num_replicas_in_sync == 1:
-        return tf.equal(overflows, 0.0), norm
+        return finite_and_norm(grads)[:2]
+    overflows, norm = measured(grads)
     if agrees:
         sums = replica.all_reduce(total, tf.stack([overflows, norm]))
         return tf.equal(sums[0], 0.0), sums[1] / float(replica.num_replicas_in_sync)
