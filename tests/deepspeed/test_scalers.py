@@ -134,6 +134,16 @@ def test_long_runs_are_deepspeeds(peer: ModuleType) -> None:
     walk_abreast(scaler(), peer.DynamicLossScaler(**ARGUMENTS), [False] * 2003 + [True] * 25 + [False] * 1100)
 
 
+def test_the_attributes_by_name_are_those_of_deepspeed(peer: ModuleType) -> None:
+    pairs = [
+        (LossScalerBase(4.0), peer.LossScalerBase(4.0)),
+        (LossScaler(128.0), peer.LossScaler(128.0)),
+        (scaler(), peer.DynamicLossScaler(**ARGUMENTS)),
+    ]
+    for ours, theirs in pairs:
+        assert ours.repr() == theirs.repr()
+
+
 def test_a_static_scale_stays(peer: ModuleType) -> None:
     ours, theirs = LossScaler(128.0), peer.LossScaler(128.0)
     walk_abreast(ours, theirs, [False, True, True])

@@ -14,6 +14,7 @@ from preamp import Dynamic, Histogram, LogMax, PolicyError, Static, UsageError
 from preamp.keras import LossScaleOptimizer
 
 from .driving import INF, WAYS, Run, Stock, array, close, same, walk_abreast
+from .test_training import fit, model_of
 
 SCRIPT = "001001"
 STARTS = (np.ones((2, 3)), np.full(2, -0.5))
@@ -420,3 +421,18 @@ def test_schedules_see_updates_only() -> None:
         run.step([gradient])
         weights += run.weights()[0].tolist()
     assert weights == [-0.25, -0.25, -0.25, -0.5, -0.75, -0.8125]
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: inner, LossScaleOptimizer], ids=["bare", "wrapped"])
+def test_callbacks_set_the_learning_rates_of_several_optimizers(wrap: Any) -> None:
+    inner = several()
+    model = model_of(wrap(inner))
+    model.optimizer.build(model.trainable_variables)
+    before = [float(array(one.learning_rate)) for one in inner.optimizers]
+    halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    fit(model, 2, callbacks=[halve, keras.callbacks.ReduceLROnPlateau("loss")])
+    assert [float(array(one.learning_rate)) for one in inner.optimizers] == [rate / 4 for rate in before]
+
+
+def test_one_optimizer_has_no_list_of_them() -> None:
+    assert not hasattr(LossScaleOptimizer(keras.optimizers.SGD()), "optimizers")

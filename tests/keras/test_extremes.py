@@ -18,10 +18,10 @@ LIMITS: list[dict[str, float]] = [{}, {"global_clipnorm": 1.0}, {"clipnorm": 1.0
 ROWS = [row for row in EXTREMES if row.dtype != "float64"]  # Keras has no float64 in its layers
 
 
-def stepped(row: Extreme, way: str, **limit: float) -> tuple[Any, list[np.ndarray]]:
+def stepped(row: Extreme, way: str, inner: Any) -> tuple[Any, list[np.ndarray]]:
     """Return the optimizer after a step from zeros with a learning rate of 1, and what was subtracted."""
     variables = [keras.Variable(np.zeros(leaf.shape, "float32")) for leaf in row.leaves]
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), loss_scale_factor=row.scale, **limit)
+    optimizer = LossScaleOptimizer(inner, loss_scale_factor=row.scale)
     optimizer.build(variables)
     optimizer.scale_loss(0.0)  # or it warns that no loss was scaled
     gradients = [tensor(leaf, row.dtype) for leaf in row.leaves]
@@ -49,7 +49,7 @@ def stepped(row: Extreme, way: str, **limit: float) -> tuple[Any, list[np.ndarra
 def test_extreme_gradients_are_applied_as_float64_would(
     row: Extreme, limit: dict[str, float], way: str
 ) -> None:
-    optimizer, moved = stepped(row, way, **limit)
+    optimizer, moved = stepped(row, way, keras.optimizers.SGD(1.0, **limit))
     record = optimizer.last_step
     assert (record.finite, record.skipped) == (row.finite(), not row.finite())
     if not row.finite():
@@ -62,3 +62,16 @@ def test_extreme_gradients_are_applied_as_float64_would(
         parts = [(row, moved)]
     for part, apart in parts:
         assert off_by(part, 1.0 if limit else None, apart) < 1e-5
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras has no MultiOptimizer")
+@pytest.mark.parametrize("way", WAYS)
+def test_each_of_several_optimizers_clips_its_own_extreme_gradients(way: str) -> None:
+    row = next(row for row in ROWS if row.name == "norm overflows")
+    inner = keras.optimizers.MultiOptimizer(
+        lambda variable: matrices if len(variable.shape) == 2 else vectors
+    )
+    matrices, vectors = keras.optimizers.SGD(1.0, global_clipnorm=1.0), keras.optimizers.SGD(1e-37)
+    _, moved = stepped(row, way, inner)
+    assert off_by(row._replace(leaves=row.leaves[1:2]), 1.0, moved[1:2]) < 1e-5
+    assert moved[2][0] == pytest.approx(row.leaves[2][0] * 1e-37, rel=1e-4)

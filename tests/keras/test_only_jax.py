@@ -73,6 +73,37 @@ def test_a_scale_that_jit_would_bake_in_is_refused() -> None:
     assert list(losses(ours, ours.stateless_scale_loss)) == [4.0, 8.0, 16.0, 32.0]
 
 
+@pytest.mark.parametrize("call", ["scale_loss", "apply"])
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("factor", [None, 8.0])
+def test_fit_has_taken_the_scale_away_from_a_train_step(
+    call: str, eagerly: bool, factor: float | None
+) -> None:
+    class Net(keras.Sequential):  # type: ignore[misc]  # Keras has no types
+        def train_step(self, state: Any, data: Any) -> Any:
+            if call == "scale_loss":
+                self.optimizer.scale_loss(jnp.ones(()))
+            self.optimizer.apply(state[0], self.trainable_variables)
+
+    net = Net([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer = LossScaleOptimizer(sgd(), loss_scale_factor=factor)
+    net.compile(optimizer, "mse", run_eagerly=eagerly)
+    with pytest.raises(UsageError, match=f"^{call} inside jit .*stateless_{call}"):
+        net.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+
+
+def test_a_layer_that_was_unfrozen_needs_a_new_optimizer() -> None:
+    frozen, model = keras.layers.Dense(3, trainable=False), keras.Sequential([keras.Input((2,))])
+    model.add(frozen)
+    model.add(keras.layers.Dense(1))
+    model.compile(LossScaleOptimizer(sgd()), "mse")
+    rows = np.ones((8, 2)), np.ones((8, 1))
+    model.fit(*rows, verbose=0)
+    frozen.trainable = True
+    with pytest.raises(ValueError, match="can only be called for the variables it was originally built with"):
+        model.fit(*rows, verbose=0)
+
+
 def test_a_fixed_scale_may_be_compiled_in() -> None:
     ours, _ = of(np.ones(1), loss_scale_factor=8.0)
     assert float(jax.jit(ours.scale_loss)(2.0)) == 16.0
@@ -286,7 +317,7 @@ def optimized() -> Iterator[None]:
 def test_a_training_step_reads_gradients_no_more_than_stocks_but_where_squares_do_not_fit(
     inner: str, width: int
 ) -> None:
-    """XLA counts of each conditional the branch that accesses most: where squares do not fit, three passes."""
+    """XLA counts the branch that accesses most: where squares do not fit, three passes."""
     (ours, accessed, gradients), (stock, before, _) = (
         cost(make, inner, width) for make in (LossScaleOptimizer, Stock)
     )

@@ -15,7 +15,7 @@ import pytest
 from preamp import Dynamic, InexactScale, PolicyError, Static, Trace, UsageError, dialects
 from preamp.keras import LossScaleOptimizer, TraceCallback
 
-from .driving import BACKEND, INF, Run, same, tensor
+from .driving import BACKEND, INF, Run, Stock, same, tensor
 
 NAN = float("nan")
 
@@ -106,8 +106,10 @@ def test_two_rules_at_once(arguments: dict[str, Any], names: str) -> None:
 
 @pytest.mark.any_backend
 def test_arguments_that_nobody_knows() -> None:
-    with pytest.raises(TypeError, match="foo"):
-        LossScaleOptimizer(sgd(), foo=1)
+    """Keras names all of them in a `ValueError` as well."""
+    for make in (Stock, LossScaleOptimizer):
+        with pytest.raises(ValueError, match="does not support arguments: `foo`, `bar`"):
+            make(sgd(), foo=1, bar=None)
     with pytest.raises(TypeError, match="positional"):
         LossScaleOptimizer(sgd(), 2.0**15, 2000, "name", None)
 

@@ -1,4 +1,4 @@
-"""Extreme gradients and scales: a step is taken, measured and clipped as in float64, eagerly and in a graph."""
+"""Extreme gradients and scales: steps are taken, measured and clipped as in float64, eager or in graphs."""
 
 from __future__ import annotations
 

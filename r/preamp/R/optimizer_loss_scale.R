@@ -34,7 +34,7 @@ as_written <- function(call, frame) {
 # Names have to be complete. Unnamed arguments are then assigned, in order, to those before the dots.
 matched <- function(arguments) {
   names(arguments) <- names(arguments) %||% character(length(arguments))
-  refuse_unknown_names(setdiff(names(arguments), ""))
+  refuse_partial_names(setdiff(names(arguments), ""))
   unnamed <- which(names(arguments) == "")
   free <- setdiff(before_dots(), names(arguments))
   if (length(unnamed) > length(free)) {
@@ -46,21 +46,15 @@ matched <- function(arguments) {
   arguments
 }
 
-# The arguments that go through the dots to Python, which has no others.
-THROUGH_DOTS <- c("dynamic", "policy")
-
-refuse_unknown_names <- function(written) {
+# All other names go through the dots to Python, which says which it does not have.
+refuse_partial_names <- function(written) {
   formal <- setdiff(names(formals(optimizer_loss_scale)), "...")
-  for (name in setdiff(written, c(formal, THROUGH_DOTS))) {
+  for (name in setdiff(written, c(formal, "dynamic"))) {
     meant <- formal[startsWith(formal, name)]
     if (length(meant)) {
       stop("`", name, "` is not an argument of optimizer_loss_scale(), and partial names are not matched. Write ",
            paste0(meant, " =", collapse = " or "), ".", call. = FALSE)
     }
-    known <- c(formal, THROUGH_DOTS)
-    nearest <- known[which.min(utils::adist(name, known, ignore.case = TRUE))]
-    stop("unused argument `", name, "`: optimizer_loss_scale() has no argument of this name. The nearest is `",
-         nearest, "`. Write ", nearest, " =, or leave it out.", call. = FALSE)
   }
 }
 

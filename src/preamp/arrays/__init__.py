@@ -26,11 +26,11 @@ class Unscaled(NamedTuple, Generic[A, T]):
     Attributes:
         gradients: in the order in which they were given.
         finite: a boolean scalar: whether all of them are finite, before and after the division.
-        norm: their global L2 norm. It is inf above 3.4e38 in float32, and NaN where it is not known. Undefined
-            after an overflow. PyTorch, which would have to read it, makes it inf where squares overflow and
-            checks `finite` before the division; `ScaledStep.take_on_host` reads both and looks again.
+        norm: their global L2 norm. It is inf above 3.4e38 in float32, NaN where it is not known, undefined
+            after an overflow. On PyTorch, which would have to read it, it is inf where squares overflow, and
+            `finite` is from before the division: `ScaledStep.take_on_host` reads both and looks again.
         peaks: the largest magnitude of each gradient, where the norm is not between `LEAST_NORM` and
-            `LARGEST_NORM` and a compiled program cannot read it. None: not measured.
+            `LARGEST_NORM`; else zeros. None where that is left to whoever reads the norm.
     """
 
     gradients: list[A]

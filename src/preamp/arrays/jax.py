@@ -85,8 +85,8 @@ def times(array: Gradient, factor: Array) -> Gradient:
 
 def all_finite(arrays: Sequence[Gradient]) -> Array:
     """Return whether all entries are finite."""
-    finite = [jnp.isfinite(peak) for array in arrays for peak in _peaks([array], array.dtype)]
-    return reduce(jnp.logical_and, finite, jnp.bool_(True))
+    finite = [jnp.isfinite(_peaks([array], array.dtype)) for array in arrays]
+    return jnp.all(jnp.concatenate([jnp.ones(1, bool), *finite]))
 
 
 class Size(NamedTuple):
@@ -95,8 +95,8 @@ class Size(NamedTuple):
     Attributes:
         finite: whether all entries are finite, scaled and unscaled.
         norm: the global L2 norm of the unscaled gradients, inf beyond the range of its dtype.
-        peaks: the largest unscaled magnitude of each array, of complex ones of the real and the imaginary parts;
-            0 where a plain sum of squares has given the norm.
+        peaks: the largest unscaled magnitude of each array, of complex ones of real and imaginary parts; 0
+            where a plain sum of squares has given the norm.
         unit: about the largest scaled magnitude; 1 where squares fit.
         ratio: the norm of the scaled gradients / unit.
     """
@@ -164,7 +164,8 @@ def _size_by_largest(
     stored = [lax.optimization_barrier(array) for array in _stored(arrays)]
     scaled = maximum(_peaks(stored, norm.dtype))
     dtypes = [np.result_type(np.float32, jnp.finfo(array.dtype).dtype) for array in stored]
-    peaks = [(peak.astype(d) / scale.astype(d)).astype(norm.dtype) for peak, d in zip(scaled, dtypes)]
+    pairs = zip(scaled, dtypes, strict=True)
+    peaks = [(peak.astype(dtype) / scale.astype(dtype)).astype(norm.dtype) for peak, dtype in pairs]
     unscaled = jnp.stack(peaks) if peaks else scaled
     # Between devices a maximum need not see NaN, and a sum does.
     finite = jnp.all(jnp.isfinite(scaled) & jnp.isfinite(unscaled)) & ~jnp.isnan(norm)

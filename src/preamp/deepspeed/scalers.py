@@ -54,8 +54,12 @@ class LossScalerBase:
         self.dynamic: bool = False
 
     def __repr__(self) -> str:
-        shown = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        shown = (f"{name}={value!r}" for name, value in self.repr().items())
         return f"{type(self).__name__}({', '.join(shown)})"
+
+    def repr(self) -> dict[str, Any]:
+        """Return the attributes by name, as DeepSpeed's configuration objects do."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     @property
     def loss_scale(self) -> float:

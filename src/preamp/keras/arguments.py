@@ -132,7 +132,8 @@ def _arguments(kind: type) -> set[str]:
         if "__init__" not in vars(base):
             continue
         parameters = inspect.signature(vars(base)["__init__"]).parameters
-        names.update(parameters)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        others = [name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD]
+        names.update(set(parameters) - set(others))
+        if not others or parameters[others[0]].annotation == "Never":  # which are refused
             break
     return names

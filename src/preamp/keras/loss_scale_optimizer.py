@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Never, Self, cast
 
 import keras
 import numpy as np
@@ -35,11 +35,11 @@ from preamp.keras.inner import (
     hand_over,
     is_hyperparameter,
 )
-from preamp.keras.scaler import Backend, NotedLosses, ScaledStep, ScalerVariables, saved_state
+from preamp.keras.scaler import APPLY_IN_JIT, Backend, NotedLosses, ScaledStep, ScalerVariables, saved_state
 from preamp.policy import Dynamic, Policy, Static
 from preamp.policy.registry import from_json, to_json
 from preamp.scaling import ScalerState, Step, given_guard, raise_if_exhausted, to_step, with_rules
-from preamp.systems.arguments import INITIAL_SCALE, INTERVAL, UNUSED, as_whole
+from preamp.systems.arguments import INITIAL_SCALE, INTERVAL, UNUSED, as_whole, refuse_unknown
 from preamp.systems.variables import checkpoint_key, warn_if_other_guard
 
 if TYPE_CHECKING:
@@ -153,7 +153,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         loss_scale_factor: float | None = None,
         gradient_accumulation_steps: int | None = None,
         dynamic: bool = True,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(unknown)
         given = {
             "weight_decay": weight_decay,
             "clipnorm": clipnorm,
@@ -214,9 +216,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                 f"dynamic_growth_steps={value!r} cannot be set: {self.policy!r} has no growth_interval. "
                 f"Write LossScaleOptimizer(..., policy=Dynamic(growth_interval={value!r}))."
             )
-        value = as_whole(value)
-        check_rule(self.initial_scale, value)
-        self._scaler.policy = replace(cast(Any, self.policy), growth_interval=value)
+        interval = as_whole(value)
+        check_rule(self.initial_scale, interval)
+        self._scaler.policy = replace(cast(Any, self.policy), growth_interval=interval)
 
     @property
     def loss_scale_factor(self) -> float | None:
@@ -304,14 +306,15 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         loss_or_refused(loss)
         self._scaled_losses.check(loss, "scale_loss(loss) once; Keras's own train_step does it in fit")
         self._was_scaled = True
-        if not isinstance(self.policy, Static) and backend.becomes_constant(self.dynamic_scale.value):
+        scale, moves = self.dynamic_scale, not isinstance(self.policy, Static)
+        if not backend.has_value(scale) or (moves and backend.becomes_constant(scale.value)):
             raise UsageError(
                 "scale_loss inside jit would compile the current scale in, and not see it change. Write "
                 "optimizer.stateless_scale_loss(optimizer_variables, loss), with optimizer_variables an "
-                "argument of the function that is compiled."
+                "argument of the function that is compiled; in train_step they are in its state."
             )
         self._note_loss(loss)
-        return self._scaled_losses.note(keras.ops.multiply(loss, self.dynamic_scale))
+        return self._scaled_losses.note(keras.ops.multiply(loss, scale))
 
     def stateless_scale_loss(self, optimizer_variables: Sequence[Any], loss: Any) -> Any:
         """Return the loss times the scale among the optimizer's variables: `scale_loss` for `jax.jit`.
@@ -358,6 +361,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         for place, gradient in enumerate(gradients):
             if gradient is not None and not keras.ops.is_tensor(gradient):
                 gradients[place] = _tensor(gradient)
+        if not backend.has_value(self.dynamic_scale):
+            raise UsageError(APPLY_IN_JIT)
         if not self._was_scaled:
             self._warn_never_scaled()
         self._take_step(gradients, variables, self.dynamic_scale.value)
@@ -392,7 +397,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         optimizer_variables = _listed_values("optimizer_variables", optimizer_variables, instead)
         trainable_variables = _listed_values("trainable_variables", trainable_variables, instead)
         if self.built and len(grads) != len(self._trainable_variables):
-            raise CountError(_miscounted(len(grads), len(self._trainable_variables)))
+            counts = len(grads), len(self._trainable_variables), len(trainable_variables)
+            raise CountError(_miscounted(*counts))
         return super(BaseLossScaleOptimizer, self).stateless_apply(  # type: ignore[no-any-return]
             backend.stateless_inputs(optimizer_variables),
             grads,
@@ -707,12 +713,24 @@ def _dtype(variable: keras.Variable) -> str:
     return str(keras.backend.standardize_dtype(variable.dtype))
 
 
-def _miscounted(gradients: int, variables: int) -> str:
-    """Return the error message for numbers of gradients and variables that differ."""
+def _miscounted(gradients: int, variables: int, given: int) -> str:
+    """Return the error message for numbers of gradients and variables that differ.
+
+    Args:
+        gradients: of gradients.
+        variables: of variables that the optimizer was built with.
+        given: of variables that were given with the gradients.
+    """
     if variables == 0:  # as after Keras has loaded an .h5 file
         return (
             f"{gradients} gradients were given for an optimizer without variables. A model that was loaded "
             "from an .h5 file has lost its optimizer's: save it as .keras, or compile it again."
+        )
+    if given == gradients:  # as after a layer has been unfrozen
+        return (
+            f"{gradients} variables were given to an optimizer that was built with {variables}. This "
+            "optimizer can only be called for the variables it was originally built with. Write "
+            "model.compile(...) with a new optimizer after changing which layers are trainable."
         )
     return (
         f"{gradients} gradients were given for {variables} variables. "

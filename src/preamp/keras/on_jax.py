@@ -16,7 +16,7 @@ from preamp.arrays import Unscaled
 from preamp.arrays import jax as arrays
 from preamp.arrays.jax import Gradient
 from preamp.errors import UsageError
-from preamp.keras.scaler import ScaledStep
+from preamp.keras.scaler import APPLY_IN_JIT, ScaledStep
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -40,11 +40,7 @@ def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
         return False
     assert step.scale is not None  # only `preamp.tensorflow` divides beforehand
     if becomes_constant(step.scale) or not in_stateless_scope():
-        raise UsageError(
-            "apply inside jit or vmap would leave tracers in the optimizer's variables, and its scale would "
-            "be a constant. Write stateless_apply(optimizer_variables, grads, trainable_variables), with "
-            "optimizer_variables an argument and a result of the function that is compiled."
-        )
+        raise UsageError(APPLY_IN_JIT)
     mutable = _mutable(step.inner)
     before = [variable.value for variable in mutable]
 
@@ -52,7 +48,9 @@ def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
         gradients = step.unscaled().gradients
         if step.inner_clips:
             pairs = zip(gradients, step.divisors(peaks), strict=True)
-            gradients = [one if by is None else arrays.times(one, 1.0 / by) for one, by in pairs]
+            gradients = [
+                one if one is None or by is None else arrays.times(one, 1.0 / by) for one, by in pairs
+            ]
         return _updated(step.inner, gradients, step.variables, before)
 
     _, finite, norm, peaks = step.unscaled()
@@ -157,6 +155,11 @@ def is_concrete(value: jax.Array | None) -> bool:
 
 def replica() -> int:
     return 0  # a program is for all devices
+
+
+def has_value(variable: keras.Variable) -> bool:
+    # `fit` takes the values away, and gives them to its `train_step` as arguments.
+    return in_stateless_scope() or variable._value is not None or variable._initializer is not None
 
 
 def becomes_constant(value: jax.Array) -> bool:

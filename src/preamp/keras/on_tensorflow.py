@@ -167,6 +167,7 @@ def unscale(
     replicas = tf.distribute.get_replica_context().num_replicas_in_sync
     if replicas == 1:
         return unscaled
+    assert unscaled.peaks is not None
     fits = tf.reduce_all(tf.math.is_finite(unscaled.peaks * float(replicas)))
     finite = tf.logical_and(unscaled.finite, fits)
     return Unscaled(unscaled.gradients, finite, tf.constant(math.nan))
@@ -205,6 +206,10 @@ def is_concrete(value: tf.Tensor | None) -> bool:
 def replica() -> int:
     # Under a strategy each replica's code runs in a thread of its own.
     return threading.get_ident()
+
+
+def has_value(variable: keras.Variable) -> bool:
+    return True
 
 
 def becomes_constant(value: tf.Tensor) -> bool:

@@ -100,6 +100,10 @@ def replica() -> int:
     return 0  # each process has an optimizer of its own
 
 
+def has_value(variable: keras.Variable) -> bool:
+    return True
+
+
 def becomes_constant(value: Tensor) -> bool:
     return False  # compiled programs read tensors
 

@@ -49,6 +49,13 @@ POLICY_NAMES = {
 }
 COUNTS = ("steps", "skipped_steps")
 
+# What is wrong with `apply` where JAX compiles it.
+APPLY_IN_JIT = (
+    "apply inside jit or vmap would leave tracers in the optimizer's variables, and its scale would be a "
+    "constant. Write stateless_apply(optimizer_variables, grads, trainable_variables), with "
+    "optimizer_variables an argument and a result of the function that is compiled."
+)
+
 OVERWRITTEN = "overwrite_with_gradient"  # true of variables that are overwritten with their "gradients"
 
 S = TypeVar("S", bound=Any)  # the policy's own state, a NamedTuple
@@ -423,6 +430,9 @@ class Backend(Protocol[G, T]):
     def replica(self) -> int:
         """Return a number for the replica whose code this is."""
 
+    def has_value(self, variable: keras.Variable, /) -> bool:
+        """Return whether a variable has a value here."""
+
     def becomes_constant(self, value: T, /) -> bool:
         """Return whether a value that is read now would be a constant of the program being compiled."""
 
@@ -535,7 +545,7 @@ class ScaledStep(Generic[G, T]):
         """Whether an inner optimizer clips to a norm, for which it adds up squares."""
         return any(each.clipnorm or each.global_clipnorm for each in optimizers_in(self.inner))
 
-    def divisors(self, peaks: T) -> list[T | None]:
+    def divisors(self, peaks: T | None) -> list[T | None]:
         """Return by what to divide gradients that are too large for an inner optimizer to square and clip.
 
         It turns them into zeros or NaN: their norm is inf. Divided, they are still above its limit, so that
@@ -610,7 +620,11 @@ class ScaledStep(Generic[G, T]):
         scaler.advance_on_host(state, measured, self.backend.write, guard_state, judged)
 
     def _measured_by_largest(self, gradients: list[G | None]) -> tuple[bool, float, list[G | None]]:
-        """Return whether unscaled gradients whose squares do not fit are finite, their norm, and what to apply."""
+        """Return whether gradients whose squares do not fit are finite, their norm, and what to apply.
+
+        Args:
+            gradients: unscaled.
+        """
         arrays, result = self.arrays, list(gradients)
         present = [cast(G, gradients[place]) for place in self._divided]
         peaks = [arrays.peak([gradient]) for gradient in present]

@@ -58,6 +58,15 @@ def _policy_like(given: object) -> str:
     return "policy=Dynamic() or policy=dialects.TORCH"
 
 
+def refuse_unknown(unknown: Mapping[str, object], error: type[PolicyError] = PolicyError) -> None:
+    """Refuse arguments that a LossScaleOptimizer does not have, all of them in one error, as Keras does."""
+    if unknown:
+        raise error(
+            f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`. Write settings of the "
+            "update in the inner optimizer, as in Adam(beta_1=0.8), and leave out the others."
+        )
+
+
 def as_whole(value: object) -> Any:
     """Return a float without a fraction, such as 2.0, as an int; anything else unchanged."""
     return int(value) if is_number(value) and value == int(value) else value
@@ -79,8 +88,8 @@ def check_counted(dynamic_growth_steps: int, instead: str) -> None:
     """Refuse an interval that a float32 counter of clean steps never reaches."""
     if dynamic_growth_steps > LONGEST:
         raise PolicyError(
-            f"dynamic_growth_steps={dynamic_growth_steps!r} is more than 2**24, the most that the counter can "
-            f"hold. Write {instead} for a scale that does not move."
+            f"dynamic_growth_steps={dynamic_growth_steps!r} is more than 2**24, the most that the counter "
+            f"can hold. Write {instead} for a scale that does not move."
         )
 
 

@@ -6,7 +6,7 @@ It is `preamp.keras.LossScaleOptimizer` with the methods of tf.keras.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import keras
 import tensorflow as tf
@@ -19,7 +19,8 @@ from preamp.guards import registry as guard_registry
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer as KerasLossScaleOptimizer
 from preamp.policy import Policy
 from preamp.policy.registry import to_json
-from preamp.tensorflow.arguments import rule
+from preamp.systems.arguments import refuse_unknown
+from preamp.tensorflow.arguments import ArgumentTypeError, rule
 from preamp.tensorflow.optimizer import Loss, Pair, Variables, check_tape, flat_variables, is_hyperparameter
 from preamp.tensorflow.optimizer import LossScaleOptimizer as TensorFlowLossScaleOptimizer
 
@@ -48,7 +49,9 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         name: str | None = None,
         model: Any = None,
         restore_buffers: bool = False,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(unknown, ArgumentTypeError)
         if model is not None or restore_buffers:
             raise PolicyError(
                 "model and restore_buffers are for optimizers of tf_keras. With one of Keras 3 write "

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Never, Self, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -25,7 +25,8 @@ from preamp.guards import registry as guard_registry
 from preamp.policy import Policy
 from preamp.policy.registry import from_json, to_json
 from preamp.scaling import Step, given_guard
-from preamp.tensorflow.arguments import check_buffers, rule
+from preamp.systems.arguments import refuse_unknown
+from preamp.tensorflow.arguments import ArgumentTypeError, check_buffers, rule
 from preamp.tensorflow.optimizer import (
     Loss,
     Pair,
@@ -60,7 +61,9 @@ class OverTfKeras(BaseLossScaleOptimizer):
         guard: Guard[Any] | None = None,
         model: Any = None,
         restore_buffers: bool = False,
+        **unknown: Never,
     ) -> None:
+        refuse_unknown(unknown, ArgumentTypeError)
         check_buffers(model, restore_buffers)
         buffers = None if model is None else Buffers(model, restores=restore_buffers)
         guard = given_guard(guard)
