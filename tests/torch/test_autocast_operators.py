@@ -564,6 +564,21 @@ def results_of_an_edited_rule_are_close_to_those_in_float32(device, call):
                 assert (one - other).abs().max() <= tolerance * other.abs().max()
 
 
+@each(lambda device, call: device == "cpu" and call in data.MATRICES)
+def gradients_of_a_weight_that_a_table_leaves_to_it_add_up_in_float32(device, call):
+    arguments, options = given(call, device, FLOAT, requires_grad=True)
+    weights = [tensor for tensor in tensors((arguments, options)) if tensor.requires_grad]
+
+    def gradients(region: Any) -> Any:
+        with region:
+            results = [tensors(call.function(*arguments, **options)) for _ in range(40)]
+        uses = [factor * result.float().square().sum() for factor, one in enumerate(results) for result in one]
+        return torch.autograd.grad(sum(uses), weights, allow_unused=True, materialize_grads=True)
+
+    ours = outcome(gradients, ([autocast(device, casting=casting.DEFAULT.float32("softmax"))], {}))
+    assert ours == outcome(gradients, ([torch.autocast(device, cache_enabled=False)], {}))
+
+
 @on_cpu
 def an_edited_operator_is_compiled_as_it_runs(device, call):
     """By a rule that is not its own: the compiler takes most of the time of this file."""

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from preamp import casting
 from preamp.torch import GradScaler, LossScaleOptimizer, autocast
 
 from .regions import (
@@ -32,6 +34,13 @@ from .regions import (
 )
 
 X, ONES = numbers(5, 4), torch.ones(3, 4)
+TABLE = casting.DEFAULT.float32("softmax")
+
+
+def edited(*args, **options):
+    return autocast(*args, casting=TABLE, **options)
+
+
 makes = pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["preamp", "torch"])
 lows = pytest.mark.parametrize("low", [HALF, BRAIN])
 COMPILED_LINEAR = linear_of_every_state()  # one for all tests
@@ -607,3 +616,164 @@ def test_after_the_outermost_region_nothing_is_kept(region):
             with region("cpu"):
                 F.linear(X, w)
     assert casts.count == 3
+
+
+# Gradients of a weight that is used often: PyTorch's cache adds them up in low precision
+
+MANY = numbers(100, 5, 4).abs()
+EDITED = {
+    "table": {"casting": TABLE},
+    "other precision by module": {"casting": casting.DEFAULT.module("**", "bfloat16")},
+    "emulated": {"emulate": True},
+}
+
+
+def often(w, linear=F.linear):
+    return sum((linear(x, w).float() - 1).square().mean() for x in MANY)
+
+
+def first_without_gradients(w):
+    with torch.no_grad():
+        F.linear(X, w)
+    return often(w)
+
+
+def recomputed(reentrant):
+    return lambda w: often(w, lambda x, w: checkpoint(F.linear, x, w, use_reentrant=reentrant))
+
+
+def gradient(region, work=often):
+    w = weight()
+    with region:
+        result = work(w)
+    return torch.autograd.grad(result, w)[0]
+
+
+def twice(region):
+    w = weight()
+    with region:
+        (first,) = torch.autograd.grad(often(w), w, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), w)[0]
+
+
+def in_transform(region):
+    with region:
+        return torch.func.grad(often)(weight().detach())
+
+
+def forward_mode(region):
+    with region:
+        return torch.func.jvp(often, (weight().detach(),), (ONES,))[1]
+
+
+def inside_the_region(region):
+    w = weight()
+    with region:
+        often(w).backward()
+    return w.grad
+
+
+WORKS = {
+    "forward and backward": gradient,
+    "first without gradients": lambda region: gradient(region, first_without_gradients),
+    "checkpoints": lambda region: gradient(region, recomputed(False)),
+    "a second derivative": twice,
+    "torch.func.grad": in_transform,
+    "torch.func.jvp": forward_mode,
+    "backward inside": inside_the_region,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of PyTorch's forward mode
+@pytest.mark.parametrize("work", WORKS.values(), ids=list(WORKS))
+def test_in_a_region_with_a_table_a_weights_gradients_add_up_in_float32(work):
+    assert same(work(edited("cpu")), work(torch.autocast("cpu", cache_enabled=False)))
+
+
+@pytest.mark.parametrize("options", EDITED.values(), ids=list(EDITED))
+def test_every_edit_adds_gradients_up_in_float32_where_the_original_loses_them(options):
+    model = nn.Linear(4, 3, bias=False)
+    given = {"model": model} if "module" in str(options) else {}
+
+    def off(region):
+        model.weight.grad = None
+        with region:
+            loss = sum((model(x).float() - 1).square().mean() for x in MANY)
+        loss.backward()
+        return model.weight.grad
+
+    full = off(torch.autocast("cpu", enabled=False))
+    error, original = (
+        ((off(region) - full).norm() / full.norm()).item()
+        for region in (autocast("cpu", BRAIN, **options, **given), torch.autocast("cpu"))
+    )
+    assert error < 0.005 < original
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", COMPILED)
+def test_a_graph_in_a_region_with_a_table_adds_them_up_in_float32(way, backend):
+    w = weight()
+    loss = run_in(way, lambda: edited("cpu"), lambda w: often(w, F.linear), backend)(w)
+    expected = gradient(torch.autocast("cpu", cache_enabled=False))
+    assert torch.allclose(torch.autograd.grad(loss, w)[0], expected, rtol=1e-4)
+
+
+def test_all_uses_of_a_weight_have_the_same_numbers_in_memory():
+    w, kept = weight(), set()
+
+    def pack(tensor):
+        kept.add(tensor.untyped_storage().data_ptr() if tensor.shape == w.mT.shape else 0)
+        return tensor
+
+    with Casts(w) as casts, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with edited("cpu"):
+            often(w, lambda x, w: F.linear(x.requires_grad_(), w))
+    assert (casts.count, len(kept - {0})) == (1, 1)
+
+
+@pytest.mark.parametrize("network", [nn.GRU, nn.RNN, nn.LSTM])
+def test_a_recurrent_network_adds_the_gradients_of_its_steps_up_in_float32(network):
+    def gradients(region):
+        torch.manual_seed(0)
+        made = network(4, 4)
+        with region:
+            result, _ = made(MANY)
+        result.float().square().sum().backward()
+        return [p.grad for p in made.parameters()]
+
+    with without_onednn():
+        ours, theirs, original = (
+            gradients(region)
+            for region in (
+                edited("cpu"),
+                torch.autocast("cpu", cache_enabled=False),
+                torch.autocast("cpu"),
+            )
+        )
+    assert all(map(torch.equal, ours, theirs))
+    assert not all(map(torch.equal, ours, original))
+
+
+@pytest.mark.parametrize("step", (STEPS | IN_REGIONS).values(), ids=list(STEPS | IN_REGIONS))
+def test_in_a_region_with_a_table_too_a_weight_that_an_optimizer_writes_is_cast_again(step):
+    w = weight()
+    _, result = used_around(step, edited, w)
+    assert same(result, by_hand(X, w))
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
+def test_after_a_write_and_an_emptied_cache_a_region_with_a_table_casts_again(write):
+    def write_and_clear(w):
+        write(w)
+        torch.clear_autocast_cache()
+
+    with torch.no_grad():
+        w = weight()
+        assert same(used_around(write_and_clear, edited, w)[1], by_hand(X, w))
+
+
+def test_a_weight_that_is_written_in_place_needs_no_emptied_cache_in_a_region_with_a_table():
+    w = weight()
+    _, result = used_around(under_no_grad(lambda w: w.add_(1)), edited, w)
+    assert same(result, by_hand(X, w))

@@ -24,7 +24,8 @@ from preamp.autocasting.tables import Casting, Edit
 from preamp.errors import UsageError
 from preamp.torch.autocasting import operators, recurrent, rules
 from preamp.torch.autocasting.rounding import rounded
-from preamp.torch.autocasting.rules import LOW, Action, Edits
+from preamp.torch.autocasting.rules import APART, LOW, Action, Edits
+from preamp.torch.autocasting.weight_cache import cast_weight
 
 TorchAutocast = torch.autocast  # read once: users may replace torch.autocast by ours
 ELIGIBLE = {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -140,10 +141,12 @@ class EditMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if action == "refuse":
             raise UsageError(_refusal(func))
-        if action == "recurrent":
+        if action == "recurrent" or (action == "steps" and torch.is_grad_enabled()):
             with self:
                 return recurrent.step_by_step(name_in_graph(func), *args, **kwargs)
         low = torch.get_autocast_dtype(device_type)
+        if action in APART:
+            return _apart(action, device_type, low, func, args, kwargs)
         if compat.in_trace():  # graphs record regions, and not what `set_autocast_enabled` does
             with TorchAutocast(device_type, enabled=False):
                 return _run(action, device_type, low, self.key, func, args, kwargs)
@@ -152,6 +155,26 @@ class EditMode(TorchFunctionMode):
             return _run(action, device_type, low, self.key, func, args, kwargs)
         finally:
             torch.set_autocast_enabled(device_type, True)
+
+
+def _apart(
+    action: Action,
+    device_type: str,
+    low: torch.dtype,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call what PyTorch's autocast casts so that each use of a weight has its own place in autograd's graph."""
+    if action == "once" and kwargs.get("out") is None:
+        values = cast([*args, *kwargs.values()], low, device_type)
+        args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 def _without_region(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -209,11 +232,12 @@ def _has_dtype(values: Iterable[object]) -> bool:
 def cast(values: Iterable[object], dtype: torch.dtype, device_type: str) -> list[Any]:
     """Return values with every eligible tensor cast, those in lists too."""
     to, result = CASTS[dtype], []
+    is_traced = is_compiling() and compat.in_trace()
     for value in values:
         if isinstance(value, Tensor):
             has = value.dtype
             if has is not dtype and has in ELIGIBLE and value.device.type == device_type:
-                value = to(value)
+                value = to(value) if is_traced or has is not torch.float32 else cast_weight(value, to, dtype)
         elif isinstance(value, (list, tuple)):
             value = cast(value, dtype, device_type)
         result.append(value)
@@ -330,7 +354,7 @@ def key_of(edits: Edits) -> str:
     with _lock:
         key = _keys.setdefault(edits, str(1 + len(_keys)))
         _edits[key] = edits
-    compat.hand_over_to_modes(rules.actions(edits))
+    compat.hand_over_to_modes(rules.actions(edits, in_graph=True))
     return key
 
 
@@ -344,7 +368,7 @@ def action_in_graph(key: str, func: Callable[..., Any], in_compiler: bool) -> Ac
         check_export()
     if compat.is_higher_order(func):
         return "calls"
-    actions = rules.actions(_edits[key])
+    actions = rules.actions(_edits[key], in_graph=True)
     compat.hand_over_to_modes(actions)  # again: the compiler may not have been loaded when the key was made
     return actions.get(func)
 

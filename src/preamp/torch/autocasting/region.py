@@ -528,7 +528,8 @@ def _in_graph(
     owner = "" if model is None else str(id(model))
     key = modes.key_inside(around, device, table, emulate, float8, False, owner)
     low = torch.float16 if float8 else dtype
-    with TorchAutocast(device_type, low, enabled, cache_enabled), modes.in_force(device, key):
+    # Without the cache, so that the gradients of a weight add up in float32: most backends have none anyway.
+    with TorchAutocast(device_type, low, enabled, False), modes.in_force(device, key):
         if model is None:
             yield
         else:

@@ -16,7 +16,8 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EMULATED = (torch.float16, torch.bfloat16, *FLOAT8)
 
 Action: TypeAlias = Literal[
-    Rule, "float16", "bfloat16", "emulate", "recurrent", "inside", "calls", "backward", "listed"
+    Rule, "float16", "bfloat16", "emulate", "recurrent", "inside", "calls", "backward", "listed",
+    "once", "each", "steps"
 ]
 """What is done with a call: a rule of the table, or
 
@@ -26,9 +27,13 @@ Action: TypeAlias = Literal[
 - "inside": run a function in Python so that what it calls is seen;
 - "calls": call it, which calls functions that it is given, and have those run in the mode;
 - "backward": the same as "inside", with autocast off, as backward passes should run;
-- "listed": call it, which is what PyTorch's autocast casts, and count it.
+- "listed": call it, which is what PyTorch's autocast casts, and count it;
+- "once": cast its inputs as PyTorch's autocast does, and a weight so that its gradients add up in float32;
+- "steps": run a recurrent network step by step, for the same reason;
+- "each": call it, and have PyTorch's autocast cast weights in it at each use, for the same reason.
 """
 LOW = ("float16", "bfloat16")
+APART = ("once", "each", "steps")  # what gives each use of a weight a place of its own in autograd's graph
 BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
@@ -79,9 +84,16 @@ def validate(casting: object, dtype: torch.dtype | None, emulate: object) -> Non
 
 
 @cache
-def actions(edits: Edits) -> Mapping[Callable[..., Any], Action]:
-    """Return what is done with each function that does something other than what PyTorch does."""
+def actions(edits: Edits, in_graph: bool = False) -> Mapping[Callable[..., Any], Action]:
+    """Return what is done with each function that does something other than what PyTorch does.
+
+    Args:
+        edits: what holds.
+        in_graph: whether in code that is traced, where PyTorch casts a weight at each use.
+    """
     named = _actions_of_operators(edits)
+    if in_graph:
+        named = {name: action for name, action in named.items() if action not in APART}
     acting: dict[Callable[..., Any], Action] = {}
     if not named:
         return acting
@@ -125,6 +137,7 @@ def _rules(edits: Edits) -> dict[str, Rule]:
 def _actions_of_operators(edits: Edits) -> dict[str, Action]:
     """Return what is done with operators, where it is something other than what PyTorch does."""
     listed, scope = operators.listed(edits.device_type), edits.scope
+    is_plain = edits.table == DEFAULT and not edits.emulate
     changed: dict[str, Action] = {}
     for name, rule in _rules(edits).items():
         if rule == "lower" and edits.emulate:
@@ -133,11 +146,18 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
             changed[name] = scope.rule
         elif rule != listed.get(name):
             changed[name] = rule
+        elif rule == "lower" and not is_plain:
+            changed[name] = "once"
         elif edits.counted:
             changed[name] = "listed"
     for name, inners in operators.COMPOSED.items():
-        inner = next((inner for inner in inners.split() if inner in changed), None)
-        if inner and name not in _rules(edits):
-            steps = changed[inner] == "emulate" and name in recurrent.NAMES
-            changed[name] = "recurrent" if steps else changed[inner]
+        found = [changed[inner] for inner in inners.split() if inner in changed]
+        if found and name not in _rules(edits):
+            action = next((one for one in found if one not in ("once", "listed")), found[0])
+            if action == "once":
+                by_steps = edits.device_type == "cpu" and name in recurrent.STEPWISE_ON_CPU
+                action = "steps" if by_steps else "each"
+            elif action == "emulate" and name in recurrent.NAMES:
+                action = "recurrent"
+            changed[name] = action
     return changed
