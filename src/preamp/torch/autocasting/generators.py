@@ -8,11 +8,19 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
+from torch.compiler import is_dynamo_compiling
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def wrap(region: AbstractContextManager[Any], function: F) -> F:
-    """Return a function of the same kind that enters the region whenever the given one runs."""
+def wrap(region: AbstractContextManager[Any], function: F, in_graph: Callable[[], None]) -> F:
+    """Return a function of the same kind that enters the region whenever the given one runs.
+
+    Args:
+        region: to enter.
+        function: to run in it.
+        in_graph: is called before the region is entered in code that is traced; not for generators.
+    """
     if inspect.isgeneratorfunction(function):
         wrapped: Any = _generator
     elif inspect.iscoroutinefunction(function):
@@ -20,7 +28,7 @@ def wrap(region: AbstractContextManager[Any], function: F) -> F:
     elif inspect.isasyncgenfunction(function):
         wrapped = _async_generator
     else:
-        wrapped = _function
+        wrapped = functools.partial(_function, in_graph)
     return cast(F, functools.wraps(function)(wrapped(region, function)))
 
 
@@ -30,8 +38,12 @@ def is_stepwise(function: Callable[..., Any]) -> bool:
     return any(is_kind(function) for is_kind in kinds)
 
 
-def _function(region: AbstractContextManager[Any], function: F) -> Callable[..., Any]:
+def _function(
+    in_graph: Callable[[], None], region: AbstractContextManager[Any], function: F
+) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            in_graph()
         with region:
             return function(*args, **kwargs)
 

@@ -63,7 +63,8 @@ class _Thread:
         edited: the same for regions with edits.
         claim: whether this thread may use PyTorch's weight cache.
         traced: pairs of a region and what stands for it while a program is traced.
-        in_backward: the compiler's setting for backward passes that edited regions replace.
+        in_backward: the compiler's setting for backward passes, while `_trace_backward_without_autocast` has
+            replaced it.
     """
 
     __slots__ = ("claim", "edited", "entries", "in_backward", "traced")
@@ -84,6 +85,29 @@ class _Local(threading.local):
 _local = (
     _Local()
 )  # of which one attribute is read where speed matters: each takes three times one of `_Thread`
+
+
+def _trace_backward_without_autocast() -> None:
+    """Have the compiler trace backward passes with autocast off, for a region with edits or one in a graph.
+
+    It would trace them in the region that is open around the compiled function, without the edits, and cast
+    what a region inside had left alone. Before 2.13 the setting is of the whole process: whoever finds it off
+    does not restore it.
+    """
+    thread = _local.thread
+    if thread.entries and thread.in_backward is None:
+        before = compat.autocast_in_backward()
+        if before not in (None, "off"):
+            thread.in_backward = before
+            compat.set_autocast_in_backward("off")
+
+
+def _trace_backward_as_before(thread: _Thread) -> None:
+    compat.set_autocast_in_backward(thread.in_backward)
+    thread.in_backward = None
+
+
+compat.mark_constant(_trace_backward_without_autocast)  # so it runs while the compiler traces a region
 
 
 class autocast(TorchAutocast):  # PyTorch's name
@@ -160,6 +184,8 @@ class autocast(TorchAutocast):  # PyTorch's name
         if is_compiling() and compat.in_trace() and cls is autocast:
             given = device_type, dtype, enabled, cache_enabled
             if casting is None and not report and not emulate:
+                if is_dynamo_compiling():
+                    _trace_backward_without_autocast()
                 # The compiler and torch.export recognize PyTorch's own class and know how to write it down.
                 return (traced_autocast if is_dynamo_compiling() else TorchAutocast)(*given)  # type: ignore[return-value]
             if is_dynamo_compiling():
@@ -229,6 +255,8 @@ class autocast(TorchAutocast):  # PyTorch's name
             before = self._leave_early(entries)
         autocast_decrement_nesting()
         if not entries:
+            if thread.in_backward is not None:
+                _trace_backward_as_before(thread)
             if claim.held:
                 claim.release()
         elif claim.held and before is not self.fast_dtype:
@@ -252,7 +280,7 @@ class autocast(TorchAutocast):  # PyTorch's name
                 f"A {type(function).__name__} cannot be decorated. Write @autocast(...) above a function, or "
                 "`with autocast(...):`."
             )
-        return wrap(self, function)
+        return wrap(self, function, _trace_backward_without_autocast)
 
     def report(self) -> CastReport:
         """Return what was cast in the region.
@@ -385,13 +413,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         super().__enter__()
         entry = _Edited(self, mode, outer)
         _local.thread.edited.append(entry)
-        if _local.thread.in_backward is None:
-            # Backward runs as forward did; in a region of PyTorch's it would be cast without the edits.
-            # Before 2.13 the setting is of the whole process: whoever finds it off does not restore it.
-            before = compat.autocast_in_backward()
-            if before not in (None, "off"):
-                _local.thread.in_backward = before
-                compat.set_autocast_in_backward("off")
+        _trace_backward_without_autocast()
         if outer:
             outer.become(modes.NONE)
         compat.push_function_mode(mode)
@@ -409,8 +431,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         if entry:
             _local.thread.edited.remove(entry)
             if not _local.thread.edited and _local.thread.in_backward is not None:
-                compat.set_autocast_in_backward(_local.thread.in_backward)
-                _local.thread.in_backward = None
+                _trace_backward_as_before(_local.thread)
             if self._counter:
                 self._counter.__exit__(*error)
             if entry.followed:
@@ -518,6 +539,7 @@ def _in_graph(
         _refuse_report()
     if is_dynamo_compiling():
         modes.check_export()
+        _trace_backward_without_autocast()
     device = device_type.partition(":")[0]
     outer = modes.current(device)
     around = modes.NONE if outer is None else outer.key
