@@ -239,3 +239,39 @@ def test_what_a_graph_computes_again_in_backward_runs_in_its_region(kind, functi
 def test_without_its_context_an_edited_region_is_not_restored():
     with pytest.raises(CheckpointError):
         gradients(block, by_itself, KINDS_OF_REGIONS["table"], "outside")
+
+
+# A region in a graph
+
+INSIDE = {
+    "off": {"enabled": False},
+    "another precision": {"dtype": HALF},
+    "a table": {"casting": EDIT.float32("matmul")},
+    "emulated": {"emulate": True},
+}
+OFF_BY_DECORATION = autocast("cpu", enabled=False)(lambda x, w: x @ w)
+HAS_SETTING = RELEASE >= (2, 10)  # for compiled backward passes
+
+
+@pytest.mark.skipif(not HAS_SETTING, reason="before 2.10 compiled backward passes run in the region around them")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inside", [*INSIDE, "decorated"])
+def test_a_region_in_a_graph_holds_in_its_backward_pass_inside_of_another_too(inside, backend):
+    def call(x, w):
+        if inside == "decorated":
+            return OFF_BY_DECORATION(x, w)
+        with autocast("cpu", **{"dtype": BRAIN, **INSIDE[inside]}):
+            return x @ w
+
+    def gradients(function):
+        leaves = [numbers(8, 8, seed=seed).requires_grad_() for seed in (1, 2)]
+        with autocast("cpu", BRAIN):
+            result = function(*leaves)
+        return torch.autograd.grad(result.float().square().sum(), leaves)
+
+    made = compiled(call, backend)
+    setting = torch._functorch.config.backward_pass_autocast
+    got, expected = gradients(made), gradients(call)
+    tolerance = 0 if backend == "aot_eager" else 1e-5
+    assert all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(got, expected, strict=True))
+    assert torch._functorch.config.backward_pass_autocast == setting

@@ -572,7 +572,9 @@ def gradients_of_a_weight_that_a_table_leaves_to_it_add_up_in_float32(device, ca
     def gradients(region: Any) -> Any:
         with region:
             results = [tensors(call.function(*arguments, **options)) for _ in range(40)]
-        uses = [factor * result.float().square().sum() for factor, one in enumerate(results) for result in one]
+        uses = [
+            factor * result.float().square().sum() for factor, one in enumerate(results) for result in one
+        ]
         return torch.autograd.grad(sum(uses), weights, allow_unused=True, materialize_grads=True)
 
     ours = outcome(gradients, ([autocast(device, casting=casting.DEFAULT.float32("softmax"))], {}))

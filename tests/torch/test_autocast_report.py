@@ -163,6 +163,37 @@ def test_a_cast_that_is_repeated_is_reported_with_its_reason(reason, way):
     assert not [text for text in counted(lambda: x @ tensor, **arguments).warnings if "times" in text]
 
 
+def uses(count):
+    return sum((torch.ones(2, 8) @ WEIGHT).float().square().mean() for _ in range(count))
+
+
+def accumulated():
+    for _ in range(3):
+        uses(1).backward()
+
+
+@pytest.mark.parametrize(
+    ("work", "arguments", "times"),
+    [
+        (lambda: uses(5), {}, 5),
+        (lambda: torch.nn.GRU(8, 8)(torch.ones(7, 2, 8)), {}, 7),
+        (lambda: [uses(2).backward(), uses(4).backward(), uses(3)], {}, 4),
+        (lambda: uses(1), {}, None),
+        (accumulated, {}, None),
+        (lambda: torch.no_grad()(uses)(5), {}, None),
+        (lambda: uses(5), {"cache_enabled": False}, None),
+        (lambda: uses(5), {"enabled": False}, None),
+        (lambda: uses(5), {"casting": casting.DEFAULT.float32("softmax")}, None),
+        (lambda: uses(5), {"emulate": True}, None),
+    ],
+    ids="often steps most once accumulated no_grad cache off table emulated".split(),
+)
+def test_a_weight_whose_gradients_add_up_in_low_precision_is_reported(work, arguments, times):
+    found = [text for text in counted(work, **arguments).warnings if "add up" in text]
+    assert len(found) == (times is not None)
+    assert all(f"used {times} times in one region" in text and "cache_enabled=False" in text for text in found)
+
+
 @pytest.mark.skipif(
     not compat.graphs_run_in_modes, reason="compiled functions run eagerly in a report before 2.10"
 )

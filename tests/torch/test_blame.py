@@ -803,3 +803,35 @@ def test_a_dtensor_is_refused_where_it_is_used() -> None:
     ).requires_grad_()
     with pytest.raises(UsageError, match=r"matmul at test_blame\.py:\d+ is given a DTensor"):
         blame(lambda: (weight @ weight).sum().full_tensor())
+
+
+TABLE = casting.DEFAULT.float32("softmax")
+
+
+@pytest.mark.parametrize(
+    ("times", "region", "options", "is_said"),
+    [
+        (9, None, {}, True),
+        (9, None, {"emulate": False}, True),
+        (9, {}, {}, True),
+        (1, None, {}, False),
+        (9, None, {"casting": TABLE}, False),
+        (9, {"casting": TABLE}, {}, False),
+        (9, {"cache_enabled": False}, {}, False),
+        (9, None, {"dtype": torch.float8_e5m2}, False),
+    ],
+)
+def test_gradients_that_the_cache_adds_up_in_low_precision_are_said(times, region, options, is_said):
+    model, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
+
+    def loss() -> Tensor:
+        return sum(model(x).float().square().mean() for _ in range(times))  # type: ignore[return-value]
+
+    def step() -> Tensor:
+        if region is None:
+            return loss()
+        with autocast("cpu", dtype=torch.bfloat16, **region):
+            return loss()
+
+    notes = [note for note in blame(step, model=model, **options).notes if "cache_enabled=False" in note]
+    assert [f"gradients of weight, used {times} times" in note for note in notes] == [True] * is_said

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,7 @@ from preamp.arrays.torch_compat import (
 from preamp.autocasting.report import REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.torch.autocasting import compiled
 from preamp.torch.autocasting.modes import ELIGIBLE
+from preamp.torch.autocasting.weight_cache import is_cached, summed_low
 from preamp.torch.flops import flops_of
 from preamp.torch.running_modules import RunningModules
 
@@ -110,6 +112,12 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         self._tallies: dict[tuple[str, ...], Tally] = {}
         self._repeats: dict[str, _Source] = {}
         self._sources: dict[tuple[int, torch.dtype], _Source] = {}
+        # The casts that PyTorch caches, by the address of their numbers, and how often they were used since the
+        # last backward pass; then the most uses of each weight, by name.
+        self._cached: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._uses: Counter[str] = Counter()
+        self._most_uses: Counter[str] = Counter()
+        self._low: torch.dtype | None = None
         self._current: _Call | None = None
         self._modules = RunningModules()
 
@@ -124,6 +132,8 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: object) -> None:
         compiled.restore_backend()
         if self._modules.leave():
+            self._keep_uses()
+            self._cached.clear()
             pop_mode()
 
     def check_thread(self) -> None:
@@ -137,7 +147,9 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
             for (*names, source), tally in self._tallies.items()
         ]
         rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
-        return CastReport(rows, [*_overflowed(rows), *self._repeated(), *stayed(rows)])
+        self._keep_uses()
+        shared = summed_low(self._most_uses, self._low, "in one region") if self._low else ()
+        return CastReport(rows, [*_overflowed(rows), *shared, *self._repeated(), *stayed(rows)])
 
     def count(
         self,
@@ -172,7 +184,9 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not _checking.now and not is_in_backward() and not is_compiled_now():
+        if is_in_backward():
+            self._keep_uses()
+        elif not _checking.now and not is_compiled_now():
             self._record(func, args, kwargs, result)
         return result
 
@@ -180,10 +194,16 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in CASTS and {args[0].dtype, result.dtype} <= ELIGIBLE:
             if result.dtype is not args[0].dtype:
                 self._record_cast(args[0], result)
+                # Regions with edits cast without gradients, and give each use a gradient of its own.
+                if torch.is_grad_enabled() and is_cached(args[0]) and not _in_graph.module:
+                    self._low, what = result.dtype, self._what(args[0])
+                    self._cached[result.untyped_storage().data_ptr()] = weakref.ref(result), what
             return
         name = func._schema.name.partition("::")[2]
         if func.is_view or name in UNCOUNTED or name.endswith("_like") or not _floats([args, kwargs]):
             return
+        if self._cached and torch.is_grad_enabled():
+            self._record_uses(_floats([args, kwargs]))
         call = self._current or self._call(name, self._unlisted(), (args, kwargs))
         call.bytes_moved += sum(map(_bytes, _floats([args, kwargs, result])))
         call.flops += flops_of(func, args, kwargs, result)
@@ -206,14 +226,29 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         key, version = (id(source), dtype), _version(source)
         known = self._sources.get(key)
         if known is None or known.tensor() is not source:
-            nameless = f"A {_name(source.dtype)} tensor of shape {tuple(source.shape)}"
-            what = self._modules.names.get(id(source), nameless)
-            known = _Source(weakref.ref(source), what, _why(source), _bytes(source), version)
+            known = _Source(weakref.ref(source), self._what(source), _why(source), _bytes(source), version)
             self._sources[key] = known
         if known.version != version:
             known.version, known.why = version, "it is written to in between"
         known.times += 1
         known.modules[module] = None
+
+    def _record_uses(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.dtype is self._low and tensor.layout is torch.strided:
+                cast, what = self._cached.get(tensor.untyped_storage().data_ptr(), (None, ""))
+                if cast is not None and cast() is not None:
+                    self._uses[what] += 1
+
+    def _keep_uses(self) -> None:
+        """Keep the largest number of uses of each weight before a backward pass, or before the region is left."""
+        self._most_uses |= self._uses
+        self._uses.clear()
+
+    def _what(self, source: Tensor) -> str:
+        """Return the path of a parameter, or the shape of another tensor."""
+        nameless = f"A {_name(source.dtype)} tensor of shape {tuple(source.shape)}"
+        return self._modules.names.get(id(source), nameless)
 
     def _unlisted(self) -> str:
         """Return the rule of an operator that no table names, or of one in a graph, where casts are apart."""

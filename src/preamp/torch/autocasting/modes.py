@@ -141,6 +141,9 @@ class EditMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if action == "refuse":
             raise UsageError(_refusal(func))
+        if action == "padding":
+            with self:
+                return operators.pad(func, *args, **kwargs)
         if action == "recurrent" or (action == "steps" and torch.is_grad_enabled()):
             with self:
                 return recurrent.step_by_step(name_in_graph(func), *args, **kwargs)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import dis
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -52,7 +53,11 @@ USER_NAMES: dict[str, str] = {
 # Operators that are composed of others in C++, where a mode sees nothing, and that autocast does not list:
 # they follow the rule of the first operator here that has one of its own.
 COMPOSED: dict[str, str] = {
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "linear"),
+    **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), "linear"),
+    **dict.fromkeys(("affine_grid_generator", "bilinear"), "bmm"),
+    **dict.fromkeys(
+        ("_weight_norm", "cosine_similarity", "dist", "linalg_matrix_norm", "renorm"), "linalg_vector_norm"
+    ),
     **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), "linear"),
     **dict.fromkeys(("column_stack", "dstack", "hstack", "row_stack", "vstack", "_chunk_cat"), "cat"),
     **dict.fromkeys(("concat", "concatenate", "repeat", "roll", "tile"), "cat"),
@@ -76,24 +81,39 @@ COMPOSED: dict[str, str] = {
     "divide": "div",
     "einsum": "bmm",
     "inner": "tensordot mm",
+    "frobenius_norm": "linalg_matrix_norm",
+    "group_norm": "native_group_norm",
     "instance_norm": "batch_norm",
     "inverse": "linalg_inv",
+    "layer_norm": "native_layer_norm",
     "linalg_matmul": "matmul",
     "linalg_multi_dot": "mm",
     "linalg_norm": "linalg_vector_norm linalg_matrix_norm",
+    "log_softmax": "_log_softmax",
+    "lstm": "linear mkldnn_rnn_layer",
+    "lu": "_lu_with_info",
     "matrix_exp": "matmul",
     "multiply": "mul",
     "negative": "neg",
     "nll_loss_nd": "nll_loss nll_loss2d",
     "norm": "linalg_vector_norm",
+    "nuclear_norm": "linalg_matrix_norm linalg_svdvals",
     "orgqr": "linalg_householder_product",
     "pairwise_distance": "norm",
     "rdiv": "reciprocal div",
+    "rms_norm": "_fused_rms_norm pow rsqrt",
     "rsub": "sub",
+    "softmax": "_softmax",
     "subtract": "sub",
     "tensordot": "mm",
     "true_divide": "div",
+    "vdot": "dot",
 }
+# Those that `pad` calls, depending on its arguments.
+PADDING = frozenset(
+    ["constant_pad_nd", "_pad_circular"]
+    + [f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (1, 2, 3)]
+)
 # Pointwise to PyTorch, but nothing is computed.
 MOVES = frozenset(["_to_copy", "alias", "clone", "copy", "detach", "to", "type_as"])
 # Neither pointwise to PyTorch, in some of its releases, nor in its tables, but something is computed.
@@ -103,6 +123,8 @@ COMPUTING = """
     nansum outer scatter_reduce segment_reduce std std_mean sum var var_mean
 """
 # The methods behind Python's operators.
+METHODS = {"**": "__pow__", "*": "__mul__", "@": "__matmul__", "/": "__truediv__", "//": "__floordiv__"}
+METHODS |= {"%": "__mod__", "+": "__add__", "-": "__sub__"}
 DUNDER = {"floordiv": "floor_divide", "mod": "remainder", "rtruediv": "rdiv", "truediv": "div"}
 TABLES = {"cpu": casting.CPU, "cuda": casting.CUDA}
 NEAREST = 3
@@ -227,8 +249,13 @@ def _by_name() -> dict[str, frozenset[str]]:
 
 
 def _names_in(function: Any) -> frozenset[str]:
-    names = function.__code__.co_names if isinstance(function, FunctionType) else (function.__name__,)
-    return frozenset(names)
+    """Return the names that a function in Python uses, and those of the methods behind its operators."""
+    if not isinstance(function, FunctionType):
+        return frozenset([function.__name__])
+    written = {
+        step.argrepr.rstrip("=") for step in dis.get_instructions(function) if step.opname == "BINARY_OP"
+    }
+    return frozenset([*function.__code__.co_names, *(METHODS[sign] for sign in written & METHODS.keys())])
 
 
 @cache
@@ -288,6 +315,41 @@ def _takes_tensors(schema: torch.FunctionSchema) -> bool:
 def _overload(name: str) -> Any:
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def pad(
+    func: Callable[..., Any],
+    input: torch.Tensor,
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float | None = None,
+) -> torch.Tensor:
+    """Return what `torch.nn.functional.pad` returns, by an operator of `PADDING` that a mode sees.
+
+    Args:
+        func: the function that was called, which raises PyTorch's errors.
+        input: as there, like the others.
+        pad: as there.
+        mode: as there.
+        value: as there.
+    """
+    kind = {"reflect": "reflection", "replicate": "replication"}.get(mode)
+    dims = len(pad) // 2
+    if mode == "constant":
+        result: torch.Tensor = torch.constant_pad_nd(input, pad, 0 if value is None else value)
+    elif (
+        value
+        or len(pad) % 2
+        or not 0 <= input.ndim - dims - 1 <= 1
+        or dims > 3
+        or not (kind or mode == "circular")
+    ):
+        result = func(input, pad, mode, value)
+    elif kind is None:
+        result = torch.ops.aten._pad_circular(input, pad)
+    else:
+        result = getattr(torch.ops.aten, f"{kind}_pad{dims}d")(input, pad)
+    return result
 
 
 def _unknown(written: str) -> str:
@@ -409,7 +471,9 @@ def _resolved(table: Casting, optional: tuple[str, ...]) -> tuple[dict[str, Rule
             resolved[name] = rule  # ours may be one overload of an operator
             continue
         try:
-            resolved |= dict.fromkeys(overloads(name), rule)
+            for base in overloads(name):
+                resolved.pop(base, None)  # the order is that of the edits
+                resolved[base] = rule
         except CastingError:
             if name not in optional:
                 raise

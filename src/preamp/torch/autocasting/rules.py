@@ -16,14 +16,26 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 EMULATED = (torch.float16, torch.bfloat16, *FLOAT8)
 
 Action: TypeAlias = Literal[
-    Rule, "float16", "bfloat16", "emulate", "recurrent", "inside", "calls", "backward", "listed",
-    "once", "each", "steps"
+    Rule,
+    "float16",
+    "bfloat16",
+    "emulate",
+    "recurrent",
+    "inside",
+    "calls",
+    "backward",
+    "listed",
+    "once",
+    "each",
+    "steps",
+    "padding",
 ]
 """What is done with a call: a rule of the table, or
 
 - "float16", "bfloat16": run it in that precision, whatever the region's is;
 - "emulate": round the inputs and the result;
 - "recurrent": run a recurrent network step by step, so that its products are seen;
+- "padding": call the operator that `pad` calls in C++;
 - "inside": run a function in Python so that what it calls is seen;
 - "calls": call it, which calls functions that it is given, and have those run in the mode;
 - "backward": the same as "inside", with autocast off, as backward passes should run;
@@ -150,9 +162,13 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
             changed[name] = "once"
         elif edits.counted:
             changed[name] = "listed"
+    order = {name: place for place, name in enumerate(_edited(edits))}
     for name, inners in operators.COMPOSED.items():
-        found = [changed[inner] for inner in inners.split() if inner in changed]
-        if found and name not in _rules(edits):
+        # An operator that a table leaves untouched follows what the table says later of those inside.
+        is_free = name not in _rules(edits) or (name in order and _rules(edits)[name] == "untouched")
+        after = order.get(name, -1)
+        found = [changed[one] for one in inners.split() if one in changed and order.get(one, 0) > after]
+        if found and is_free:
             action = next((one for one in found if one not in ("once", "listed")), found[0])
             if action == "once":
                 by_steps = edits.device_type == "cpu" and name in recurrent.STEPWISE_ON_CPU
@@ -160,4 +176,15 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
             elif action == "emulate" and name in recurrent.NAMES:
                 action = "recurrent"
             changed[name] = action
+    if operators.PADDING & _edited(edits).keys() and "pad" not in changed:
+        changed["pad"] = "padding"
     return changed
+
+
+def _edited(edits: Edits) -> dict[str, Rule]:
+    """Return the rules of the operators that the table names, in the order of its edits."""
+    scope = edits.scope
+    if scope is None:
+        return operators.resolve(edits.table)
+    before, after = operators.resolve(scope.before), operators.resolve(scope.after)
+    return {**{name: rule for name, rule in before.items() if name not in after}, **after}

@@ -1,4 +1,4 @@
-"""Share PyTorch's cache of cast weights among threads, empty it when it is stale, and keep one for edited regions.
+"""Share PyTorch's cache of cast weights among threads, empty it when stale, and keep one for edited regions.
 
 PyTorch caches the low-precision copy of a float32 leaf until the thread's outermost region ends. The copies
 of all threads are in one map whose keys are the weights alone, without version, precision or thread. So
@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -91,15 +91,39 @@ def is_cached(tensor: Tensor) -> bool:
     )
 
 
+def summed_low(uses: Mapping[str, int], low: torch.dtype, where: str) -> Iterator[str]:
+    """Yield a sentence if PyTorch's cache adds up gradients in low precision.
+
+    Args:
+        uses: how often each weight is used, by name.
+        low: the precision.
+        where: it is used that often.
+    """
+    often = {name: times for name, times in uses.items() if times > 1}
+    if often:
+        name = max(often, key=lambda name: (often[name], name))
+        others = f" and of {len(often) - 1} more" if len(often) > 1 else ""
+        yield (
+            f"PyTorch's cache has one cast for all uses of a weight, so the gradients of {name}, used "
+            f"{often[name]:,} times {where},{others} add up in {str(low).removeprefix('torch.')}: write "
+            "autocast(..., cache_enabled=False) to add them up in float32."
+        )
+
+
 def cast_weight(tensor: Tensor, to: Callable[[Tensor], Tensor], low: torch.dtype) -> Tensor:
-    """Return a tensor in low precision; a weight's numbers are cast once, and its gradients arrive in float32.
+    """Return a tensor in low precision; a weight is cast once, and its gradients arrive in float32.
 
     Args:
         tensor: in float32, as the program has it.
         to: what casts it.
         low: the dtype it casts to.
     """
-    if not is_cached(tensor) or _holder != threading.get_ident() or is_in_transform() or tensor.is_inference():
+    if (
+        not is_cached(tensor)
+        or _holder != threading.get_ident()
+        or is_in_transform()
+        or tensor.is_inference()
+    ):
         return to(tensor)
     key = id(tensor), low
     weight, version, numbers = _numbers.get(key, (None, 0, tensor))

@@ -19,7 +19,8 @@ from preamp.autocasting.tables import Casting
 from preamp.checks import positive, shown, whole
 from preamp.errors import CastingError, UsageError
 from preamp.torch.autocasting.region import autocast
-from preamp.torch.autocasting.rules import EMULATED
+from preamp.torch.autocasting.rules import EMULATED, FLOAT8
+from preamp.torch.autocasting.weight_cache import summed_low
 from preamp.torch.blaming.calls import LOW
 from preamp.torch.blaming.nonfinite import Search, what_is_in
 from preamp.torch.blaming.recorder import SHARDED, Finished, Recorder, is_sharded, maker_in_words, size_of
@@ -38,6 +39,7 @@ HALF = (
     "Some weights are in low precision themselves. Emulated products return float32, so what follows them "
     "runs in float32, unlike in the program. Write emulate=False (--cast)."
 )
+SAME_REGION = "in the step, if that is one region"
 ATTEMPTS = 4  # to find a loss scale with which nothing overflows
 
 
@@ -181,6 +183,7 @@ class Step:
         return [
             *([HALF] if is_low else []),
             *([REPAIRED] if recorder.repaired else []),
+            *([] if self._dtype in FLOAT8 else summed_low(recorder.uses, self._dtype, SAME_REGION)),
             *recorder.failures,
         ]
 
@@ -294,7 +297,6 @@ class Step:
                 autocast(
                     self._device_type,
                     self._dtype,
-                    cache_enabled=False,
                     casting=casting,
                     model=self._model,
                     emulate=self._emulate,

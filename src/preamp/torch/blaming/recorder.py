@@ -19,6 +19,7 @@ import contextlib
 import math
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -36,8 +37,10 @@ from preamp.autocasting.blame import ITSELF, MODEL
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.report import place as in_words
 from preamp.errors import UsageError
-from preamp.torch.autocasting import modes, operators
+from preamp.autocasting.tables import DEFAULT
+from preamp.torch.autocasting import modes, operators, rules
 from preamp.torch.autocasting.modes import TorchAutocast
+from preamp.torch.autocasting.weight_cache import is_cached
 from preamp.torch.blaming import calls
 from preamp.torch.blaming.calls import LOW, is_tracked, raised
 from preamp.torch.blaming.nonfinite import Search, Unrepaired, what_is_in
@@ -391,6 +394,7 @@ class Recorder(TorchFunctionMode):
         search: follows inf and NaN through the step, for which all calls are compared; None does not.
         repaired: whether something was not finite, and another number was taken instead.
         takes_scale: whether the scale of a scaler that the program calls becomes the loss scale.
+        uses: how often calls use the cast of a weight that PyTorch's autocast would cache, by its name.
     """
 
     def __init__(
@@ -432,6 +436,7 @@ class Recorder(TorchFunctionMode):
         self.gate = Gate()
         self.counts_forward = self.counts_backward = True
         self.repaired = self.takes_scale = False
+        self.uses: Counter[str] = Counter()
         # By tensor: whether it requires gradients in the program, and whether it is behind the gate.
         self._required: Any = WeakTensorKeyDictionary()
         self._behind: Any = WeakTensorKeyDictionary()
@@ -638,6 +643,8 @@ class Recorder(TorchFunctionMode):
             if written is not None:
                 target.copy_(lows[written])
         is_cut = self._is_cut(func)
+        if not is_cut and self._is_lowered(func):
+            self.uses.update(self.name_of(tensor) for tensor in tensors if is_cached(tensor))
         required = not is_cut and any(map(self._requires, tensors))
         for at, result in enumerate(results):
             if any(result is each for each in lows):
@@ -820,6 +827,14 @@ class Recorder(TorchFunctionMode):
 
     def _place(self, func: Callable[..., Any]) -> Place:
         return Place(self._modules.current, calls.operator_of(func), source_line(), "forward")
+
+    def _is_lowered(self, func: Callable[..., Any]) -> bool:
+        """Return whether PyTorch's autocast casts the inputs of a call to low precision, without edits."""
+        mode = modes.current(self.device_type)
+        is_edited = mode is not None and modes.edits_of(mode.key).table != DEFAULT
+        listed = rules.rules_of(rules.Edits(self.device_type))
+        is_listed = listed.get(operators.name_of(func)) == "lower"
+        return torch.is_autocast_enabled(self.device_type) and is_listed and not is_edited
 
     def _emulated(self, func: Callable[..., Any]) -> torch.dtype | None:
         """Return what a call rounds to, None if it does not round."""
