@@ -489,6 +489,39 @@ SPELLINGS: dict[str, tuple[list[Any], list[Callable[..., Any]]]] = {
     "trace": ([x(3, 3)], [torch.trace, Tensor.trace]),
 }
 
+
+def padding(dims: int, mode: str) -> list[Call]:
+    """Return calls of what pads in a mode: a function, a module, and a convolution."""
+    lines = x(1, 2, *[6] * dims)
+    kind = {"reflect": "Reflection", "replicate": "Replication", "circular": "Circular"}.get(mode, "Zero")
+    kinds = [getattr(nn, f"{kind}Pad{dims}d")(1)]
+    if mode != "constant":
+        kinds.append(getattr(nn, f"Conv{dims}d")(2, 2, 3, padding=1, padding_mode=mode))
+    functions = [lambda tensor: F.pad(tensor, (1, 1) * dims, mode), *kinds]
+    name = {"circular": "_pad_circular", "constant": "constant_pad_nd"}.get(mode)
+    return [Call(name or f"{kind.lower()}_pad{dims}d", function, lines) for function in functions]
+
+
+# Functions and modules through which users call operators of other names.
+THROUGH = [
+    *[call for dims in (1, 2, 3) for mode in ("reflect", "replicate") for call in padding(dims, mode)],
+    *[call for dims in (1, 2, 3) for mode in ("circular", "constant") for call in padding(dims, mode)],
+    Call("mkldnn_rnn_layer", nn.LSTM(3, 4), x(3, 2, 3)),
+    *[Call("linear", kind(3, 4), x(3, 2, 3)) for kind in (nn.LSTM, nn.GRU, nn.RNN)],
+    Call("linear", nn.MultiheadAttention(4, 2), *[x(3, 2, 4)] * 3),
+    Call("bmm", nn.Bilinear(3, 3, 2), TABLE, TABLE),
+    Call("bmm", F.affine_grid, x(1, 2, 3), (1, 1, 2, 2), align_corners=False),
+    Call("native_layer_norm", nn.LayerNorm(3), TABLE),
+    Call("native_group_norm", nn.GroupNorm(2, 6), x(4, 6)),
+    Call("_softmax", nn.Softmax(1), TABLE),
+    Call("_log_softmax", nn.LogSoftmax(1), TABLE),
+    Call("linalg_vector_norm", nn.CosineSimilarity(), TABLE, TABLE),
+    Call("linalg_svdvals", torch.nuclear_norm, TABLE),
+    Call("_lu_with_info", torch.lu, spd(3)),
+    Call("pow", nn.GaussianNLLLoss(), x(4), x(4), p(4)),
+    Call("pow", nn.RMSNorm(3), TABLE),
+]
+
 # Operators that there are no kernels of, or no fake ones for CUDA.
 NOT_ON = {
     "cpu": {"_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell"}

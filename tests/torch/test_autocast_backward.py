@@ -253,7 +253,9 @@ OFF_BY_DECORATION = autocast("cpu", enabled=False)(lambda x, w: x @ w)
 HAS_SETTING = RELEASE >= (2, 10)  # for compiled backward passes
 
 
-@pytest.mark.skipif(not HAS_SETTING, reason="before 2.10 compiled backward passes run in the region around them")
+@pytest.mark.skipif(
+    not HAS_SETTING, reason="before 2.10 compiled backward passes run in the region around them"
+)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("inside", [*INSIDE, "decorated"])
 def test_a_region_in_a_graph_holds_in_its_backward_pass_inside_of_another_too(inside, backend):
@@ -273,5 +275,7 @@ def test_a_region_in_a_graph_holds_in_its_backward_pass_inside_of_another_too(in
     setting = torch._functorch.config.backward_pass_autocast
     got, expected = gradients(made), gradients(call)
     tolerance = 0 if backend == "aot_eager" else 1e-5
-    assert all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(got, expected, strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(got, expected, strict=True)
+    )
     assert torch._functorch.config.backward_pass_autocast == setting

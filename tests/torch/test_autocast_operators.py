@@ -629,6 +629,63 @@ def a_refused_operator_raises(device, call):
         call.function(*arguments, **options)
 
 
+def ways(call: Call) -> Iterator[Callable[..., Any]]:
+    """Yield the functions and methods of PyTorch's by the name of a call's operator."""
+    name = base(call.name)
+    homes = {"linalg_": [torch.linalg], "fft_": [torch.fft]}
+    prefix = next((prefix for prefix in homes if name.startswith(prefix)), "")
+    for home in homes.get(prefix, (torch, Tensor, torch.nn.functional, torch.special)):
+        if callable(way := getattr(home, name.removeprefix(prefix), None)):
+            yield way
+
+
+@on_cpu
+def a_refused_operator_raises_by_whatever_function_or_method_it_is_called(device, call):
+    values = given(call, device, FLOAT)
+    for way in ways(call):
+        if not isinstance(outcome(way, values), str):  # it takes the same arguments
+            with (
+                edited(device, torch.bfloat16, "refuse", call.name),
+                pytest.raises(UsageError, match="is refused"),
+            ):
+                way(*values[0], **values[1])
+
+
+@pytest.mark.parametrize("call", data.THROUGH, ids=str)
+def test_a_refused_operator_raises_in_what_calls_it_and_nowhere_else(call):
+    values = given(call, "cpu", FLOAT)
+    with (
+        autocast("cpu", casting=casting.DEFAULT.refuse(call.name)),
+        pytest.raises(UsageError, match="is refused"),
+    ):
+        call.function(*values[0], **values[1])
+    others = {other.name for other in data.THROUGH if "pad" in other.name} - {call.name}
+    with torch.autocast("cpu"):
+        expected = outcome(call.function, values)
+    with autocast("cpu", casting=casting.DEFAULT.refuse(*others)):
+        assert outcome(call.function, values) == expected
+
+
+@pytest.mark.parametrize("pad", [(1,), (1, 1, 1), (1, 1) * 4, (9, 9)])
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant", "other"])
+def test_padding_that_is_edited_has_the_errors_of_the_original(mode, pad):
+    tensor = torch.ones(1, 2, 6)
+    edits = casting.DEFAULT.untouched("reflection_pad1d", "constant_pad_nd", "_pad_circular")
+    for value in (None, 0.0, 2.0):
+        call = partial(torch.nn.functional.pad, tensor, pad, mode, value)
+        with autocast("cpu", casting=edits):
+            assert outcome(call, ((), {})) == outcome(torch.autocast("cpu", enabled=False)(call), ((), {}))
+
+
+def test_the_recipe_for_cudas_table_alone_runs_cross_entropy_as_cuda_does():
+    table = casting.Casting({**dict.fromkeys(casting.CPU.rules, "untouched"), **casting.CUDA.rules})
+    scores, labels = torch.randn(3, 4).half(), torch.tensor([0, 1, 2])
+    with autocast("cpu", dtype=torch.float16, casting=table):
+        assert torch.nn.functional.cross_entropy(scores, labels).dtype is FLOAT
+    with autocast("cpu", dtype=torch.float16, casting=table.untouched("cross_entropy")):  # later
+        assert torch.nn.functional.cross_entropy(scores, labels).dtype is torch.float16
+
+
 def kind(got: Any) -> Any:
     """Return the dtypes of an outcome, or the type of its error."""
     return got.partition(":")[0] if isinstance(got, str) else [dtype for dtype, *_ in got]

@@ -186,12 +186,14 @@ def accumulated():
         (lambda: uses(5), {"casting": casting.DEFAULT.float32("softmax")}, None),
         (lambda: uses(5), {"emulate": True}, None),
     ],
-    ids="often steps most once accumulated no_grad cache off table emulated".split(),
+    ids=["often", "steps", "most", "once", "accumulated", "no_grad", "cache", "off", "table", "emulated"],
 )
 def test_a_weight_whose_gradients_add_up_in_low_precision_is_reported(work, arguments, times):
     found = [text for text in counted(work, **arguments).warnings if "add up" in text]
     assert len(found) == (times is not None)
-    assert all(f"used {times} times in one region" in text and "cache_enabled=False" in text for text in found)
+    assert all(
+        f"used {times} times in one region" in text and "cache_enabled=False" in text for text in found
+    )
 
 
 @pytest.mark.skipif(

@@ -726,9 +726,9 @@ def test_all_uses_of_a_weight_have_the_same_numbers_in_memory():
         kept.add(tensor.untyped_storage().data_ptr() if tensor.shape == w.mT.shape else 0)
         return tensor
 
-    with Casts(w) as casts, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        with edited("cpu"):
-            often(w, lambda x, w: F.linear(x.requires_grad_(), w))
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with Casts(w) as casts, hooks, edited("cpu"):
+        often(w, lambda x, w: F.linear(x.requires_grad_(), w))
     assert (casts.count, len(kept - {0})) == (1, 1)
 
 

@@ -112,8 +112,8 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         self._tallies: dict[tuple[str, ...], Tally] = {}
         self._repeats: dict[str, _Source] = {}
         self._sources: dict[tuple[int, torch.dtype], _Source] = {}
-        # The casts that PyTorch caches, by the address of their numbers, and how often they were used since the
-        # last backward pass; then the most uses of each weight, by name.
+        # The casts that PyTorch caches, by the address of their numbers; how often each weight was used since
+        # the last backward pass, by name; and the most uses between two.
         self._cached: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._uses: Counter[str] = Counter()
         self._most_uses: Counter[str] = Counter()
@@ -241,7 +241,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
                     self._uses[what] += 1
 
     def _keep_uses(self) -> None:
-        """Keep the largest number of uses of each weight before a backward pass, or before the region is left."""
+        """Keep the largest number of uses of each weight, where a backward pass begins or the region ends."""
         self._most_uses |= self._uses
         self._uses.clear()
 

@@ -142,8 +142,11 @@ class EditMode(TorchFunctionMode):
         if action == "refuse":
             raise UsageError(_refusal(func))
         if action == "padding":
+            called = operators.padding(*args, **kwargs)
+            if called is None:
+                return func(*args, **kwargs)
             with self:
-                return operators.pad(func, *args, **kwargs)
+                return called[0](*called[1])
         if action == "recurrent" or (action == "steps" and torch.is_grad_enabled()):
             with self:
                 return recurrent.step_by_step(name_in_graph(func), *args, **kwargs)
@@ -168,7 +171,7 @@ def _apart(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call what PyTorch's autocast casts so that each use of a weight has its own place in autograd's graph."""
+    """Call what PyTorch's autocast casts, with a place in autograd's graph for each use of a weight."""
     if action == "once" and kwargs.get("out") is None:
         values = cast([*args, *kwargs.values()], low, device_type)
         args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))

@@ -317,39 +317,24 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
-def pad(
-    func: Callable[..., Any],
-    input: torch.Tensor,
-    pad: Sequence[int],
-    mode: str = "constant",
-    value: float | None = None,
-) -> torch.Tensor:
-    """Return what `torch.nn.functional.pad` returns, by an operator of `PADDING` that a mode sees.
+def padding(
+    input: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
+) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]] | None:
+    """Return the operator of `PADDING` that `torch.nn.functional.pad` calls in C++, and its arguments.
 
-    Args:
-        func: the function that was called, which raises PyTorch's errors.
-        input: as there, like the others.
-        pad: as there.
-        mode: as there.
-        value: as there.
+    It returns None for arguments of which PyTorch makes an error. They are those of `pad`.
     """
-    kind = {"reflect": "reflection", "replicate": "replication"}.get(mode)
     dims = len(pad) // 2
+    if len(pad) != 2 * dims or dims > input.ndim:
+        return None
     if mode == "constant":
-        result: torch.Tensor = torch.constant_pad_nd(input, pad, 0 if value is None else value)
-    elif (
-        value
-        or len(pad) % 2
-        or not 0 <= input.ndim - dims - 1 <= 1
-        or dims > 3
-        or not (kind or mode == "circular")
-    ):
-        result = func(input, pad, mode, value)
-    elif kind is None:
-        result = torch.ops.aten._pad_circular(input, pad)
-    else:
-        result = getattr(torch.ops.aten, f"{kind}_pad{dims}d")(input, pad)
-    return result
+        return torch.constant_pad_nd, (input, pad, 0 if value is None else value)
+    if value or dims not in (1, 2, 3) or input.ndim not in (dims + 1, dims + 2):
+        return None
+    if mode == "circular":
+        return torch.ops.aten._pad_circular, (input, pad)
+    kind = {"reflect": "reflection", "replicate": "replication"}.get(mode)
+    return (getattr(torch.ops.aten, f"{kind}_pad{dims}d"), (input, pad)) if kind else None
 
 
 def _unknown(written: str) -> str:

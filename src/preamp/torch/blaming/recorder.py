@@ -36,8 +36,8 @@ from preamp.arrays import torch_compat as compat
 from preamp.autocasting.blame import ITSELF, MODEL
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.report import place as in_words
-from preamp.errors import UsageError
 from preamp.autocasting.tables import DEFAULT
+from preamp.errors import UsageError
 from preamp.torch.autocasting import modes, operators, rules
 from preamp.torch.autocasting.modes import TorchAutocast
 from preamp.torch.autocasting.weight_cache import is_cached
