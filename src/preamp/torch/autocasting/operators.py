@@ -123,8 +123,8 @@ COMPUTING = """
     nansum outer scatter_reduce segment_reduce std std_mean sum var var_mean
 """
 # The methods behind Python's operators.
-METHODS = {"**": "__pow__", "*": "__mul__", "@": "__matmul__", "/": "__truediv__", "//": "__floordiv__"}
-METHODS |= {"%": "__mod__", "+": "__add__", "-": "__sub__"}
+# Those that PyTorch's functions in Python apply to tensors; they apply the others to sizes and strings, too.
+METHODS = {"**": "__pow__", "@": "__matmul__", "/": "__truediv__"}
 DUNDER = {"floordiv": "floor_divide", "mod": "remainder", "rtruediv": "rdiv", "truediv": "div"}
 TABLES = {"cpu": casting.CPU, "cuda": casting.CUDA}
 NEAREST = 3
