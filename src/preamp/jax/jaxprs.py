@@ -208,7 +208,10 @@ def inner(jaxpr: AnyJaxpr) -> Jaxpr:
 def rebuilt(jaxpr: P, invars: list[Atom], outvars: list[Atom], equations: list[Equation]) -> P:
     """Return a jaxpr, closed if `jaxpr` is, with its constants and effects and other contents."""
     old = inner(jaxpr)
-    new = old.replace(invars=invars, outvars=outvars, eqns=equations, debug_info=old.debug_info)
+    info: Any = old.debug_info
+    if len(invars) != len(old.invars):
+        info = info._replace(arg_names=("",) * len(invars))
+    new = old.replace(invars=invars, outvars=outvars, eqns=equations, debug_info=info)
     return cast(P, cast(ClosedJaxpr, jaxpr).replace(jaxpr=new) if hasattr(jaxpr, "consts") else new)
 
 
@@ -287,6 +290,38 @@ def scan_layout(params: dict[str, Any]) -> tuple[int, int]:
     return len(constants.vals), len(carried.vals)
 
 
+_OF_OPERANDS = ("donated_invars", "in_axes", "in_layouts", "in_names", "in_shardings", "in_specs")
+
+
+def with_operands(equation: Equation, places: Sequence[int]) -> dict[str, Any]:
+    """Return the parameters of an equation that is given more operands, like those at some places.
+
+    A scan takes them after its constants, other equations after all.
+    """
+    params = dict(equation.params)
+    if equation.primitive.name == "scan":
+        constants, carried = scan_layout(params)
+        layout = _scan_of(constants + len(places), carried, len(equation.invars) - constants - carried)
+        return params | {key: layout[key] for key in ("num_consts", "linear", "ft_in") if key in layout}
+    for key in _OF_OPERANDS:
+        if key in params:
+            more = (False if key == "donated_invars" else params[key][place] for place in places)
+            params[key] = (*params[key], *more)
+    return params
+
+
+@cache
+def _scan_of(constants: int, carried: int, scanned: int) -> dict[str, Any]:
+    """Return the parameters of any scan with so many operands of each kind."""
+
+    def scan(fixed: list[Any], carry: list[Any], xs: list[Any]) -> object:
+        return jax.lax.scan(lambda carry, xs: ([it + 1 for it in carry], sum([*fixed, *xs])), carry, xs, length=1)
+
+    zeros = [0.0] * constants, [0.0] * carried, [np.zeros(1)] * scanned
+    (equation,) = [it for it in jax.make_jaxpr(scan)(*zeros).eqns if it.primitive.name == "scan"]
+    return dict(equation.params)
+
+
 _ROOT = ["f", "solve", "tangent_solve", "solve_traced", "in_avals", "has_aux"]
 
 
@@ -355,25 +390,25 @@ def is_array(aval: object) -> bool:
 
 
 def made_equation(
-    operand: Atom,
+    operands: list[Atom],
     result: Atom,
     primitive: extended.Primitive,
     params: Mapping[str, object],
     beside: Equation | None,
 ) -> Equation:
-    """Return an equation of one operand and one result, with the source line of the equation `beside` it."""
+    """Return an equation with one result, and the source line of the equation `beside` it."""
     if beside is None:
-        equation: Equation = _new_equation([operand], [result], primitive, params, _no_effects)
+        equation: Equation = _new_equation(operands, [result], primitive, params, _no_effects)
         return equation
     return beside.replace(
-        invars=[operand], outvars=[result], primitive=primitive, params=params, effects=_no_effects
+        invars=operands, outvars=[result], primitive=primitive, params=params, effects=_no_effects
     )
 
 
 def cast_equation(operand: Atom, result: Atom, dtype: np.dtype[Any], beside: Equation | None) -> Equation:
     """Return the equation of a cast."""
     params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
-    return made_equation(operand, result, primitives.convert_element_type_p, params, beside)
+    return made_equation([operand], result, primitives.convert_element_type_p, params, beside)
 
 
 def wrapped_like(function: Callable[..., object], original: Any) -> Any:

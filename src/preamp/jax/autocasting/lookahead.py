@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
-from preamp.jax.autocasting.precision import Precision
+import numpy as np
+
+from preamp.jax.autocasting.precision import FLOAT32, Precision, precision_of
 from preamp.jax.autocasting.settings import Settings
-from preamp.jax.jaxprs import Atom, Equation, Jaxpr, hoistable, inner, is_literal
+from preamp.jax.jaxprs import Atom, Equation, Jaxpr, hoistable, inner, is_literal, subprograms
 
 
 def _names(text: str) -> frozenset[str]:
@@ -31,6 +33,9 @@ MOVES = REARRANGEMENTS | _names("broadcast_in_dim concatenate dynamic_slice gath
 
 EXACT = MOVES | _names("abs clamp dynamic_update_slice max min neg reduce_max reduce_min select_n sign")
 """Primitives that map numbers of a low precision to numbers of the same: no rounding is needed after them."""
+
+SUMS = _names("reduce_prod reduce_sum reduce_window_sum")
+"""Primitives that `jnp` gives low numbers cast to float32, and whose result it casts back."""
 
 INDEPENDENT = _names("device_put optimization_barrier sort")
 """Primitives whose operands do not mix: each result is as precise as the operand in its place."""
@@ -63,12 +68,15 @@ class Lookahead:
         wants_float32: variables that an operator in float32 uses, directly or after arithmetic.
         products: results of operators in low precision, perhaps rearranged.
         biases: result to bias, for additions of a product and a smaller array that was broadcast.
+        sums: sums, and their means, of low numbers that the program cast to float32, and the dtype of these.
     """
 
     def __init__(self, jaxpr: Jaxpr, wanted: tuple[bool, ...], path: str, reader: Reader) -> None:
         self.wants_float32: set[Atom] = set()
         self.products: set[Atom] = set()
         self.biases: dict[Atom, Atom] = {}
+        self.sums: dict[Atom, np.dtype[Any]] = {}
+        self._origins: dict[Atom, np.dtype[Any] | None] = {}  # None: integers and numbers only
         self._spread: set[Atom] = set()
         self._lows: dict[Atom, set[Precision | None]] = {}
         self._reader, self._region = reader, reader.settings
@@ -119,6 +127,7 @@ class Lookahead:
         name, operands, results = equation.primitive.name, equation.invars, equation.outvars
         settings = self._settings(equation)
         self._made_in.update(dict.fromkeys(results, settings))
+        self._note_sum(equation, settings)
         if settings.rule(equation) == "lower":
             self.products.update(results)
         elif name == "add":
@@ -134,6 +143,24 @@ class Lookahead:
                     for atom, result in zip(inner(body).outvars, results, strict=True)
                     if not is_literal(atom) and atom in inside
                 )
+
+    def _note_sum(self, equation: Equation, settings: Settings) -> None:
+        """Note which values are computed from low numbers that the program itself cast to float32."""
+        name, results = equation.primitive.name, equation.outvars
+        if [precision_of(atom.aval) for atom in results] != [FLOAT32] or any(subprograms(equation)):
+            return
+        floats = [atom for atom in equation.invars if not is_literal(atom) and precision_of(atom.aval)]
+        casts = name == "convert_element_type" and precision_of(equation.invars[0].aval) != FLOAT32
+        arrays = [atom for atom in floats if atom.aval.shape or atom in self._origins]
+        origins = {atom.aval.dtype if casts else self._origins.get(atom, FLOAT32.dtype) for atom in arrays}
+        origins.discard(None)
+        if len(origins) > 1 or FLOAT32.dtype in origins:
+            return
+        origin = self._origins[results[0]] = next(iter(origins), None)
+        summed = [self._origins.get(atom) is None or atom in self.sums for atom in floats]
+        sums = name in SUMS and settings.rule(equation) == "float32"
+        if origin is not None and (sums or (all(summed) and not casts)):
+            self.sums[results[0]] = origin
 
     def _note_bias(self, result: Atom, *terms: Atom) -> None:
         if not any(map(is_literal, terms)):

@@ -281,7 +281,7 @@ class Program:
     def _round(self, atom: Atom, precision: Precision) -> Any:
         new = jaxprs.variable(atom.aval)
         params = {"dtype": precision.rounded}
-        self._equations.append(jaxprs.made_equation(atom, new, ROUNDED, params, self._beside))
+        self._equations.append(jaxprs.made_equation([atom], new, ROUNDED, params, self._beside))
         return new
 
 

@@ -69,7 +69,10 @@ def refuse(program: Program, equation: Equation) -> None:
 
 
 def convert(program: Program, equation: Equation) -> None:
-    """Cast as the program says; a cast to the same dtype follows what the value now is."""
+    """Cast as the program says; a cast to the same dtype follows what the value now is.
+
+    `jnp.sum` and its relatives cast low numbers to float32, and the sum back. In a region a sum stays float32.
+    """
     (atom,), (result,) = equation.invars, equation.outvars
     value, target = program.read(atom), precision_of(result.aval)
     if target is None:
@@ -77,7 +80,7 @@ def convert(program: Program, equation: Equation) -> None:
     elif value.precision is None:
         _from_integers(program, equation, value, target)
     else:
-        same = precision_of(atom.aval) == target
+        same = precision_of(atom.aval) == target or program.ahead.sums.get(atom) == target.dtype
         program.set(result, value if same else program.cast(value, target)._replace(weak=False))
 
 

@@ -19,6 +19,7 @@ from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.errors import CastingError, UsageError
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.flax_objects import Pure, pure
+from preamp.jax.autocasting.gradients import with_float32_gradients
 from preamp.jax.autocasting.module_scopes import Calls, module_scopes, scoped_method
 from preamp.jax.autocasting.names import check_names, missed, rules_of, unmatched
 from preamp.jax.autocasting.precision import Value, precision_of
@@ -112,6 +113,8 @@ def autocast(
             _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=3)
             known = jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
             jaxpr = rewrite(call.jaxpr, replace(settings, flat=known), written)
+            if _PATTERNS.get(None) is None:  # otherwise the region around does it
+                jaxpr = with_float32_gradients(jaxpr)
             with jax.named_scope(settings.name):
                 results = jaxprs.evaluated(jaxpr, call.arrays)
             return program.written_back(call.returned(results))
