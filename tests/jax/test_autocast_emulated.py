@@ -164,6 +164,7 @@ NETWORKS = {
 }
 HALVES = ["float16", "bfloat16"]
 ELSEWHERE = 0.02  # of the entries may be rounded the other way, because sums are taken in another order
+ROUNDINGS = 0.25  # of the dtype: what gradients of weights, which are float32, may differ by because of those
 
 
 def loss_of(network, dtype, emulate, factor=1.0):
@@ -183,12 +184,16 @@ def run(name, dtype, emulate, factor=1.0):
 
 
 def assert_same_run(rehearsed, real, dtype):
-    """Compare entry by entry: none differs by more than two roundings, and those of products hardly ever."""
+    """Compare entry by entry: none differs by more than two roundings, and the result's hardly ever."""
+    eps = float(jnp.finfo(dtype).eps)
     for a, b in zip(rehearsed, real, strict=True):
         assert a.dtype == np.float32
-        b = np.asarray(b, np.float32)
-        np.testing.assert_allclose(a, b, rtol=0, atol=2 * float(jnp.finfo(dtype).eps) * np.abs(b).max())
-        assert b.ndim == 1 or np.mean(a != b) <= ELSEWHERE  # a bias's gradient is a sum, which halves round
+        wide = np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, wide, rtol=0, atol=2 * eps * np.abs(wide).max())
+        if b.dtype == dtype:
+            assert np.mean(a != wide) <= ELSEWHERE
+        else:
+            assert np.linalg.norm(a - wide) <= ROUNDINGS * eps * np.linalg.norm(wide)
 
 
 @pytest.mark.parametrize("dtype", [HALVES[0], *slow(*HALVES[1:])])
@@ -221,12 +226,12 @@ def test_nothing_is_stored_low(name, dtype):
     gradients = jax.grad(loss_of(network, dtype, True), has_aux=True)
     text = str(jax.make_jaxpr(gradients)(params, x))
     assert set(re.findall(r":(b?f\d+\w*)\[", text)) == {"f32"}
-    assert f"rounded[dtype={dtype}]" in text
+    assert re.search(rf"rounded\[backward=(True|False) dtype={dtype}\]", text)
 
 
 @pytest.mark.parametrize(
     ("name", "factor"),
-    {"perceptron": 2.0**-28, "attention": 2.0**-30, "convolutions": 2.0**-30, "scan": 2.0**-26}.items(),
+    {"perceptron": 2.0**-28, "attention": 2.0**-30, "convolutions": 2.0**-31, "scan": 2.0**-27}.items(),
 )
 def test_what_underflows_in_float16_underflows_in_the_rehearsal(name, factor):
     (_, *rehearsed), (_, *real) = (run(name, "float16", emulate, factor) for emulate in (True, False))
@@ -255,14 +260,14 @@ def test_a_rehearsed_training_is_the_low_training(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_float8_rounds_operands_and_results_forward_and_backward(dtype):
+def test_float8_rounds_operands_and_results_and_not_the_gradients_of_what_was_cast(dtype):
     x, w, seed = numbers(4, 8), numbers(8, 4), numbers(4, 4, seed=1)
     y, back = jax.vjp(autocast(lambda x, w: x @ w, dtype, emulate=True), x, w)
     low_x, low_w, low_seed = (cast(each, dtype) for each in (x, w, seed))
     assert_same_numbers(np.asarray(y), cast(low_x @ low_w, dtype))
     given = map(np.asarray, back(jnp.asarray(seed)))
     for gradient, product in zip(given, (low_seed @ low_w.T, low_x.T @ low_seed), strict=True):
-        assert_same_numbers(gradient, cast(product, dtype))
+        np.testing.assert_allclose(gradient, product, rtol=1e-6, atol=1e-6)
 
 
 MASK = np.tril(np.ones((6, 6), bool))

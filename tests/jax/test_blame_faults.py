@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from preamp import casting
 from preamp.jax import autocast, blame
 
 from .blamed import PARAMS, X, attention, cross_entropy, perceptron
@@ -49,8 +50,7 @@ def test_a_variance_as_a_difference_of_squares() -> None:
         return cross_entropy(h * lax.rsqrt(jnp.maximum(variance, 0.1)) @ p["down"])
 
     assert not blame(loss, PARAMS, X, 0.0).guilty
-    squares = {"mul", "square", "integer_pow", "sub", "add", "div"}  # a mean ends with a division
-    assert {row.operator for row in blame(loss, PARAMS, X, 30.0).guilty[:2]} <= squares
+    assert first(blame(loss, PARAMS, X, 30.0)) == ("mul", "forward")  # means are float32
 
 
 def test_a_variance_that_is_negative_gives_nan_which_is_laid_at_the_door_of_what_feeds_it() -> None:
@@ -59,7 +59,7 @@ def test_a_variance_that_is_negative_gives_nan_which_is_laid_at_the_door_of_what
         variance = jnp.mean(h * h, -1, keepdims=True) - jnp.mean(h, -1, keepdims=True) ** 2
         return cross_entropy(h * lax.rsqrt(variance + 1e-3) @ p["down"])
 
-    found = blame(loss, PARAMS, X)
+    found = blame(loss, PARAMS, X, casting=casting.DEFAULT.lower("sum"))
     assert jnp.isnan(found.loss)
     assert found.guilty
     assert "rsqrt" not in {row.operator for row in found.guilty}

@@ -273,8 +273,7 @@ def hoistable(equation: Equation) -> Sequence[int]:
     """Return the places of the operands that may be cast before an equation instead of inside of it."""
     name, params, places = equation.primitive.name, equation.params, range(len(equation.invars))
     if name == "scan":
-        constants, carried = scan_layout(params)
-        return [*places[:constants], *places[constants + carried :]]
+        return places[: scan_layout(params)[0]]
     if name == "while":
         return places[params["cond_nconsts"] :][: params["body_nconsts"]]
     if name == "cond":
@@ -315,7 +314,9 @@ def _scan_of(constants: int, carried: int, scanned: int) -> dict[str, Any]:
     """Return the parameters of any scan with so many operands of each kind."""
 
     def scan(fixed: list[Any], carry: list[Any], xs: list[Any]) -> object:
-        return jax.lax.scan(lambda carry, xs: ([it + 1 for it in carry], sum([*fixed, *xs])), carry, xs, length=1)
+        return jax.lax.scan(
+            lambda carry, xs: ([it + 1 for it in carry], sum([*fixed, *xs])), carry, xs, length=1
+        )
 
     zeros = [0.0] * constants, [0.0] * carried, [np.zeros(1)] * scanned
     (equation,) = [it for it in jax.make_jaxpr(scan)(*zeros).eqns if it.primitive.name == "scan"]

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Primitive
-from jax.extend.core.primitives import stop_gradient_p
+from jax.extend.core.primitives import broadcast_in_dim_p, stop_gradient_p
 
 from preamp.jax import jaxprs
-from preamp.jax.autocasting.lookahead import MOVES
+from preamp.jax.autocasting.lookahead import ARITHMETIC, MOVES
 from preamp.jax.autocasting.precision import FLOAT32, precision_of
 from preamp.jax.autocasting.products import PRODUCTS, USED, product_of
 from preamp.jax.jaxprs import AnyJaxpr, Atom, ClosedJaxpr, Equation
@@ -27,9 +26,15 @@ MOVED = (MOVES | {"all_gather", "all_gather_invariant", "pbroadcast", "pcast", "
 """Primitives that what a number was cast from goes through with it: their transposes may add up."""
 
 
+SPREADING = ARITHMETIC | {"max", "min", "rem"}
+"""Primitives whose operands may have axes of one entry where the result has more."""
+
+
 def with_float32_gradients(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """Return a closed jaxpr in which each use of a float32 number that is cast has a float32 cotangent."""
-    new: ClosedJaxpr = _Program(jaxpr, (False,) * len(jaxpr.jaxpr.invars), {}).rebuilt(len(jaxpr.jaxpr.invars))
+    new: ClosedJaxpr = _Program(jaxpr, (False,) * len(jaxpr.jaxpr.invars), {}).rebuilt(
+        len(jaxpr.jaxpr.invars)
+    )
     return new
 
 
@@ -62,7 +67,9 @@ class _Program:
         """Return the new program, which takes what its operands were cast from at a place among them."""
         invars = jaxprs.inner(self._jaxpr).invars
         invars = [*invars[:place], *self._extra, *invars[place:]]
-        return jaxprs.rebuilt(self._jaxpr, invars, self._outvars, jaxprs.alive(self._equations, self._outvars))
+        return jaxprs.rebuilt(
+            self._jaxpr, invars, self._outvars, jaxprs.alive(self._equations, self._outvars)
+        )
 
     def _write(self, equation: Equation) -> None:
         name, (*operands,) = equation.primitive.name, equation.invars
@@ -80,14 +87,15 @@ class _Program:
                     params={**equation.params, "paired": paired},
                 )
             )
-        elif name in MOVED and self._moves(equation, wides):
-            self._equations.append(equation)
-        elif not self._enter(equation, wides):
-            used = [self._used(atom, equation) for atom in operands]
+        elif not (name in MOVED and self._moves(equation, wides)) and not self._enter(equation, wides):
+            used = [self._used(self._spread(atom, equation), equation) for atom in operands]
             self._equations.append(equation if used == operands else equation.replace(invars=used))
 
     def _moves(self, equation: Equation, wides: list[Atom | None]) -> bool:
-        """Move what the operands were cast from as well, if all were; return whether they were."""
+        """Move what the operands were cast from, if all were; return whether they were.
+
+        What is used nowhere else is cast after the move instead.
+        """
         floats = [place for place, atom in enumerate(equation.invars) if precision_of(atom.aval)]
         is_literal = [jaxprs.is_literal(atom) for atom in equation.invars]
         if not any(wides) or not all(wides[place] or is_literal[place] for place in floats):
@@ -98,7 +106,21 @@ class _Program:
         results = [_float32(atom) for atom in equation.outvars]
         self._wide.update(zip(equation.outvars, results, strict=True))
         self._equations.append(equation.replace(invars=operands, outvars=results))
+        if all(self._is_one_cast(equation.invars[place]) for place in floats) and len(results) == 1:
+            self._cast(equation.outvars[0], equation)
+        else:
+            self._equations.append(equation)
         return True
+
+    def _cast(self, atom: Atom, beside: Equation) -> None:
+        """Cast to a number that is known by what it is cast from."""
+        self._casts.add(atom)
+        dtype = atom.aval.dtype
+        self._equations.append(jaxprs.cast_equation(self._wide[atom], atom, dtype, beside))
+
+    def _is_one_cast(self, atom: Atom) -> bool:
+        """Return whether a number is the result of a cast, and used once; its derivative is right then."""
+        return not jaxprs.is_literal(atom) and atom in self._casts and self._uses[atom] <= 1
 
     def _enter(self, equation: Equation, wides: list[Atom | None]) -> bool:
         """Rewrite what an equation holds, if gradients are added up there; return whether it did."""
@@ -140,10 +162,24 @@ class _Program:
     def _used(self, atom: Atom, beside: Equation | None = None) -> Atom:
         """Return a low number, differentiated as what it was cast from."""
         wide = None if jaxprs.is_literal(atom) else self._wide.get(atom)
-        if wide is None or (atom in self._casts and self._uses[atom] == 1):
+        if wide is None or self._is_one_cast(atom):
             return atom
         new = jaxprs.variable(jaxprs.without_weak_type(atom.aval))
         self._equations.append(jaxprs.made_equation([atom, wide], new, USED, {}, beside))
+        return new
+
+    def _spread(self, atom: Atom, equation: Equation) -> Atom:
+        """Return an operand in the shape of the result: what spreads it would add its cotangents up."""
+        if jaxprs.is_literal(atom) or not equation.outvars:
+            return atom
+        shape, wide = equation.outvars[0].aval.shape, self._wide.get(atom)
+        if wide is None or equation.primitive.name not in SPREADING or atom.aval.shape in ((), shape):
+            return atom
+        params = {"shape": shape, "broadcast_dimensions": (*range(len(shape)),), "sharding": None}
+        new, spread = (jaxprs.variable(it.aval.update(shape=shape, weak_type=False)) for it in (atom, wide))
+        self._equations.append(jaxprs.made_equation([wide], spread, broadcast_in_dim_p, params, equation))
+        self._wide[new] = spread
+        self._cast(new, equation)
         return new
 
     def _frozen(self, atom: Atom, beside: Equation) -> Atom:

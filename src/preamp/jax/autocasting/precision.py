@@ -47,12 +47,14 @@ class Value(NamedTuple):
         precision: which numbers it holds; None for what is never cast: integers, float64, keys, tokens.
         scalar: the number, if it is a literal in the program.
         weak: whether it is a scalar that does not widen the other operand.
+        was_float32: whether it was cast down, and not computed. Its cotangents are added in float32.
     """
 
     atom: Any
     precision: Precision | None
     scalar: float | None = None
     weak: bool = False
+    was_float32: bool = False
 
 
 FLOAT32 = Precision(np.dtype(np.float32))

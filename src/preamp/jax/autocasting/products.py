@@ -6,8 +6,8 @@ operator, and for a product the primitive of `product_of`, whose own sum, over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -65,11 +65,17 @@ def product_of(plain: Primitive) -> Primitive:
     def computed(*operands: Array, paired: Sequence[int], **params: Any) -> Any:
         return plain.bind(*_lowered(operands[: len(operands) - len(paired)]), **params)
 
-    def narrow(*operands: Array, paired: Sequence[int], **params: Any) -> Any:
+    def on_cpu(*operands: Array, paired: Sequence[int], **params: Any) -> Any:
+        """XLA's products on a CPU are of one dtype: those of low numbers with a float32 result, of float32."""
+        if _is_wide(params):
+            lows = _lowered(operands[: len(operands) - len(paired)])
+            operands, paired = tuple(_cast(it, FLOAT32) if _is_real(it) else it for it in lows), ()
+        return computed(*operands, paired=paired, **params)
+
+    def convolved_on_gpu(*operands: Array, paired: Sequence[int], **params: Any) -> Any:
         """Convolutions of GPUs have results of the dtype of their operands."""
-        asked = params["preferred_element_type"]
         result = computed(*operands, paired=paired, **params | {"preferred_element_type": None})
-        return result if asked is None else result.astype(asked)
+        return _cast(result, params["preferred_element_type"]) if _is_wide(params) else result
 
     def evaluated(*avals: Aval, paired: Sequence[int], **params: Any) -> Any:
         abstract: Any = plain.abstract_eval(*_lowered(avals[: len(avals) - len(paired)]), **params)
@@ -79,19 +85,17 @@ def product_of(plain: Primitive) -> Primitive:
         primals: Sequence[Array], tangents: Sequence[Any], *, paired: Sequence[int], **params: Any
     ) -> tuple[Array, Any]:
         count = len(primals) - len(paired)
-        numbers, result_dtype = primals[:count], params["preferred_element_type"]
+        numbers = primals[:count]
         changes = [*tangents[:count]]
         for place, change in zip(paired, tangents[count:], strict=True):
             changes[place] = change
         # A plain product, which policies of `jax.checkpoint` know; but its derivatives cannot be of two dtypes.
-        is_wide = result_dtype is not None and np.dtype(result_dtype) == FLOAT32
-        result = (
-            product.bind(*numbers, paired=(), **params) if is_wide else computed(*numbers, paired=(), **params)
-        )
+        run = product.bind if _is_wide(params) else computed
+        result: Any = run(*numbers, paired=(), **params)
         terms = [
             product.bind(*numbers[:place], change, *numbers[place + 1 :], paired=(), **params)
             for place, change in enumerate(changes)
-            if type(change) is not ad.Zero and jnp.issubdtype(numbers[place].dtype, np.floating)
+            if type(change) is not ad.Zero and _is_real(numbers[place])
         ]
         return result, sum(terms[1:], terms[0]) if terms else ad.Zero.from_primal_value(result)
 
@@ -101,16 +105,12 @@ def product_of(plain: Primitive) -> Primitive:
             return [None] * len(operands)
         wanted = operands[place].aval
         others = _lowered(operands[:place] + operands[place + 1 :])
-        low = next((it.dtype for it in others if jnp.issubdtype(it.dtype, np.floating)), FLOAT32)
-        unknown = type(operands[place])(wanted.update(dtype=low))
-
-        def pulled(cotangent: Array, *others: Array) -> Any:
-            given = (*others[:place], unknown, *others[place:])
-            return ad.primitive_transposes[plain](cotangent, *given, **params)[place]
-
+        low = next((it.dtype for it in others if _is_real(it)), FLOAT32)
         params["preferred_element_type"] = params["preferred_element_type"] and low
-        traced = jax.make_jaxpr(pulled)(cotangent.astype(low), *others)
-        (result,) = _run(traced, [Pair(cotangent.astype(low)), *map(Pair, others)], plain, wanted.dtype)
+        avals = (wanted.update(dtype=low), *(jax.typeof(it) for it in (cotangent, *others)))
+        mesh = jax.sharding.get_abstract_mesh()
+        traced = _transposed(plain, place, low, avals, tuple(params.items()), mesh)
+        (result,) = _run(traced, [*map(Pair, (cotangent, *others))], plain, wanted.dtype)
         return [result if number == place else None for number in range(len(operands))]
 
     def batched(
@@ -135,15 +135,37 @@ def product_of(plain: Primitive) -> Primitive:
     product.def_impl(computed)
     product.def_abstract_eval(evaluated)
     mlir.register_lowering(product, mlir.lower_fun(computed, multiple_results=False))
+    special = {"cpu": on_cpu}
     if plain.name == "conv_general_dilated":
-        for platform in ("cuda", "rocm"):
-            mlir.register_lowering(
-                product, mlir.lower_fun(narrow, multiple_results=False), platform=platform
-            )
+        special |= dict.fromkeys(("cuda", "rocm"), convolved_on_gpu)
+    for platform, run in special.items():
+        mlir.register_lowering(product, mlir.lower_fun(run, multiple_results=False), platform=platform)
     ad.primitive_jvps[product] = jvp
     ad.primitive_transposes[product] = transposed
     batching.primitive_batchers[product] = batched
     return product
+
+
+@lru_cache(maxsize=4096)
+def _transposed(
+    plain: Primitive, place: int, low: Any, avals: Sequence[Any], params: Sequence[Any], mesh: object
+) -> Any:
+    """Return what JAX's rule for a plain product computes from a cotangent and the other operands.
+
+    Args:
+        plain: its primitive.
+        place: of the operand whose cotangent is wanted.
+        low: the dtype of all operands.
+        avals: of that operand, the cotangent, and the other operands.
+        params: of the product.
+        mesh: the mesh around it.
+    """
+
+    def pulled(cotangent: Array, *others: Array) -> Any:
+        given = (*others[:place], ad.UndefinedPrimal(avals[0]), *others[place:])
+        return ad.primitive_transposes[plain](_cast(cotangent, low), *given, **dict(params))[place]
+
+    return jax.make_jaxpr(pulled)(*avals[1:])
 
 
 def _run(traced: Any, pairs: Sequence[Pair], plain: Primitive, dtype: Any) -> list[Any]:
@@ -163,26 +185,36 @@ def _run(traced: Any, pairs: Sequence[Pair], plain: Primitive, dtype: Any) -> li
         if equation.primitive is plain:
             paired = tuple(place for place, wide in enumerate(wides) if wide is not None)
             params = {**equation.params, "preferred_element_type": dtype, "paired": paired}
-            results = [
-                product_of(plain).bind(*lows, *(wide for wide in wides if wide is not None), **params)
-            ]
+            results = [product_of(plain).bind(*lows, *(wide for wide in wides if wide is not None), **params)]
         else:
             results = jaxprs.alone(equation)(*lows)
             if any(wide is not None for wide in wides):
-                wide_results = jaxprs.alone(equation)(*(it.low if it.wide is None else it.wide for it in given))
+                wide_results = jaxprs.alone(equation)(
+                    *(it.low if it.wide is None else it.wide for it in given)
+                )
         known.update(zip(equation.outvars, map(Pair, results, wide_results), strict=True))
     return [read(atom).low for atom in traced.jaxpr.outvars]
 
 
+def _is_wide(params: dict[str, Any]) -> bool:
+    """Return whether a product asks for a result in float32."""
+    asked = params["preferred_element_type"]
+    return asked is not None and np.dtype(asked) == FLOAT32
+
+
+def _is_real(array: Any) -> bool:
+    return bool(jnp.issubdtype(array.dtype, np.floating))
+
+
 def _lowered(operands: Sequence[Any]) -> list[Any]:
-    """Return arrays or abstract values with float32 in the precision of the others, if they have a lower one."""
-    lows = [it.dtype for it in operands if jnp.issubdtype(it.dtype, np.floating) and it.dtype != FLOAT32]
+    """Return arrays or abstract values with float32 in the lower precision of the others, if they have one."""
+    lows = [it.dtype for it in operands if _is_real(it) and it.dtype != FLOAT32]
     return [_cast(it, lows[0]) if lows and it.dtype == FLOAT32 else it for it in operands]
 
 
 def _cast(operand: Any, dtype: Any) -> Any:
     if isinstance(operand, jax.core.ShapedArray):
-        return operand.update(dtype=dtype)
+        return operand.update(dtype=np.dtype(dtype))
     return lax.convert_element_type(operand, dtype)
 
 

@@ -152,7 +152,8 @@ class Program:
             return value._replace(atom=_number(value.scalar, value.atom.aval, precision), precision=precision)
         if key not in self._casts:
             self._casts[key] = self._newly_cast(value, value.precision, precision)
-        return value._replace(atom=self._casts[key], precision=precision)
+        is_cast = value.precision == FLOAT32 or value.was_float32
+        return value._replace(atom=self._casts[key], precision=precision, was_float32=is_cast)
 
     def written(self, value: Value, aval: Aval) -> Value:
         """Return a value in the dtype that the old program has at its place."""
@@ -180,6 +181,12 @@ class Program:
         values = [self.written(self.read(atom), atom.aval) for atom in equation.invars]
         self.emit(equation, values, [precision_of(atom.aval) for atom in equation.outvars], params)
 
+    def keep_cast(self, equation: Equation, before: Sequence[Value]) -> None:
+        """Remember that the result of a move was cast, if all that was moved was."""
+        result = equation.outvars[0]
+        if result in self._values and all(value.was_float32 for value in before):
+            self._values[result] = self._values[result]._replace(was_float32=True)
+
     def keep_scalar(self, equation: Equation, before: Value) -> None:
         """Remember that the result of a broadcast or move is still a known scalar."""
         result = equation.outvars[0]
@@ -193,14 +200,13 @@ class Program:
         for atom in equation.outvars:
             value = self._values.get(atom)
             if value is not None and value.precision == self.low:
-                exact = value._replace(precision=Precision(value.atom.aval.dtype))
-                self._values[atom] = self.cast(exact, self.low)
+                self._values[atom] = self.rounded_again(value)
 
     def rounded_again(self, value: Value) -> Value:
-        """Return a value rounded to the precision that it is rounded to."""
-        if value.precision is None or jaxprs.is_literal(value.atom):
+        """Return a value rounded to the precision that it is rounded to, and its cotangent as well."""
+        if value.precision is None or value.was_float32 or jaxprs.is_literal(value.atom):
             return value
-        return value._replace(atom=self._round(value.atom, value.precision))
+        return value._replace(atom=self._round(value.atom, value.precision, backward=True))
 
     def splice(self, equation: Equation, jaxpr: AnyJaxpr, values: Sequence[Value]) -> None:
         """Inline a program that an equation holds."""
@@ -274,13 +280,11 @@ class Program:
     def _rounded(self, atom: Atom, before: Precision, after: Precision) -> Any:
         if after.rounded in (None, before.name):
             return atom
-        new = self._round(atom, after)
-        self._casts[new, after] = new
-        return new
+        return self._round(atom, after, backward=False)
 
-    def _round(self, atom: Atom, precision: Precision) -> Any:
+    def _round(self, atom: Atom, precision: Precision, *, backward: bool) -> Any:
         new = jaxprs.variable(atom.aval)
-        params = {"dtype": precision.rounded}
+        params = {"dtype": precision.rounded, "backward": backward}
         self._equations.append(jaxprs.made_equation([atom], new, ROUNDED, params, self._beside))
         return new
 

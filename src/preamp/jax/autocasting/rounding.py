@@ -20,7 +20,8 @@ from preamp.jax.jaxprs import Aval
 FLOAT32_EXPONENT_BITS = 8
 
 ROUNDED = Primitive("rounded")
-"""The primitive behind `rounded`: one operand, and the low precision as its parameter `dtype`."""
+"""The primitive behind `rounded`: one operand, the low precision as its parameter `dtype`.
+`backward` says whether cotangents are rounded as well, as they are unless the value was cast from float32."""
 
 
 def rounded(x: Array, dtype: DTypeLike) -> Array:
@@ -36,10 +37,10 @@ def rounded(x: Array, dtype: DTypeLike) -> Array:
     Returns:
         A float32 array of the same shape. Beyond the range of the dtype it is infinite; NaN in float8_e4m3fn.
     """
-    return ROUNDED.bind(x, dtype=np.dtype(dtype))  # type: ignore[no-any-return]
+    return ROUNDED.bind(x, dtype=np.dtype(dtype), backward=True)  # type: ignore[no-any-return]
 
 
-def _rounded(x: Array, *, dtype: np.dtype[Any]) -> Array:
+def _rounded(x: Array, *, dtype: np.dtype[Any], backward: bool) -> Array:
     """Round in ways that no compiler drops: mantissas by `reduce_precision`, subnormals to whole steps."""
     low = jnp.finfo(dtype)
     normal = lax.reduce_precision(x, FLOAT32_EXPONENT_BITS, low.nmant)
@@ -52,12 +53,16 @@ def _rounded(x: Array, *, dtype: np.dtype[Any]) -> Array:
     return lax.select(magnitude < float(low.tiny), subnormal, within)
 
 
-def _unchanged(aval: Aval, *, dtype: np.dtype[Any]) -> Aval:
+def _unchanged(aval: Aval, *, dtype: np.dtype[Any], backward: bool) -> Aval:
     return aval
 
 
-ROUNDED.def_impl(jax.jit(_rounded, static_argnames="dtype"))
+def _transposed(cotangent: Array, *, dtype: np.dtype[Any], backward: bool) -> list[Array]:
+    return [rounded(cotangent, dtype) if backward else cotangent]
+
+
+ROUNDED.def_impl(jax.jit(_rounded, static_argnames=("dtype", "backward")))
 ROUNDED.def_abstract_eval(_unchanged)
 mlir.register_lowering(ROUNDED, mlir.lower_fun(_rounded, multiple_results=False))
-ad.deflinear(ROUNDED, lambda cotangent, *, dtype: [rounded(cotangent, dtype)])
+ad.deflinear(ROUNDED, _transposed)
 batching.defvectorized(ROUNDED)

@@ -22,8 +22,9 @@ Handler: TypeAlias = Callable[[Program, Equation], None]
 def lower(program: Program, equation: Equation) -> None:
     """Run in the low precision.
 
-    Emulated, every operand is rounded once more: nothing changes forward, and each cotangent is rounded
-    before it is summed with those of other uses, as when products are stored low.
+    Emulated, operands that were computed in it are rounded once more: nothing changes forward, and each
+    cotangent is rounded before it is summed with those of other uses, as when products are stored low. The
+    cotangents of what was cast are float32.
     """
     values = program.operands(equation)
     if program.low.rounded:
@@ -48,8 +49,10 @@ def widest(program: Program, equation: Equation) -> None:
         program.emit(equation, values, [value.precision for value in values])
     else:
         _run(program, equation, values, _widest_with_lookahead(program, equation, floats))
-        if equation.primitive.name in MOVES and len(values) == 1:
-            program.keep_scalar(equation, values[0])
+        if equation.primitive.name in MOVES:
+            program.keep_cast(equation, floats)
+            if len(values) == 1:
+                program.keep_scalar(equation, values[0])
 
 
 def as_given(program: Program, equation: Equation) -> None:

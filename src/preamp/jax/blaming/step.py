@@ -19,6 +19,7 @@ from preamp.checks import positive, shown
 from preamp.errors import UsageError
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.flax_objects import attribute_name, pure
+from preamp.jax.autocasting.gradients import with_float32_gradients
 from preamp.jax.autocasting.module_scopes import module_scopes, scoped_method
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.autocasting.transform import region, rewritten
@@ -230,6 +231,7 @@ def traced(
                 "what jax.jit takes: write jnp.where or lax.cond for what depends on values."
             ) from error
     _check_known(call)
+    call = call._replace(jaxpr=with_float32_gradients(call.jaxpr))
     place = _place_of_loss(call)
 
     def loss_of(arrays: Sequence[Any], *chosen_arrays: Any) -> Any:
