@@ -80,11 +80,12 @@ class _Program:
             self._equations.append(equation)
         elif name in PRODUCTS and any(wides) and precision_of(equation.outvars[0].aval) != FLOAT32:
             paired = tuple(place for place, wide in enumerate(wides) if wide)
+            frozen = tuple(place for place in paired if operands[place] not in self._casts)
             self._equations.append(
                 equation.replace(
-                    primitive=product_of(equation.primitive),  # type: ignore[arg-type]
+                    primitive=product_of(equation.primitive),
                     invars=[*operands, *filter(None, wides)],
-                    params={**equation.params, "paired": paired},
+                    params={**equation.params, "paired": paired, "frozen": frozen},
                 )
             )
         elif not (name in MOVED and self._moves(equation, wides)) and not self._enter(equation, wides):

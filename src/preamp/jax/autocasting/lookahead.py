@@ -14,7 +14,7 @@ import numpy as np
 
 from preamp.jax.autocasting.precision import FLOAT32, Precision, precision_of
 from preamp.jax.autocasting.settings import Settings
-from preamp.jax.jaxprs import Atom, Equation, Jaxpr, hoistable, inner, is_literal, subprograms
+from preamp.jax.jaxprs import Atom, Equation, Jaxpr, hoistable, inner, is_literal
 
 
 def _names(text: str) -> frozenset[str]:
@@ -147,7 +147,7 @@ class Lookahead:
     def _note_sum(self, equation: Equation, settings: Settings) -> None:
         """Note which values are computed from low numbers that the program itself cast to float32."""
         name, results = equation.primitive.name, equation.outvars
-        if [precision_of(atom.aval) for atom in results] != [FLOAT32] or any(subprograms(equation)):
+        if [precision_of(atom.aval) for atom in results] != [FLOAT32]:
             return
         floats = [atom for atom in equation.invars if not is_literal(atom) and precision_of(atom.aval)]
         casts = name == "convert_element_type" and precision_of(equation.invars[0].aval) != FLOAT32
@@ -200,10 +200,12 @@ class Lookahead:
             self._use(atom, settings, low if is_cast else None, float32=float32)
 
     def _read_others(self, equation: Equation, settings: Settings) -> None:
-        entered = self._entered(equation)
-        outside = self.uses(equation)
+        entered, outside = self._entered(equation), self.uses(equation)
+        is_cast = equation.primitive.name == "convert_element_type"
+        widens = is_cast and equation.outvars[0] in self.wants_float32
         for place, atom in enumerate(equation.invars):
-            float32 = any(taken in inside.wants_float32 for inside, taken in entered.get(place, ()))
+            inner_uses = entered.get(place, ())
+            float32 = widens or any(taken in inside.wants_float32 for inside, taken in inner_uses)
             low = common(inside.low_of(taken) for inside, taken in outside.get(place, ()))
             self._use(atom, settings, low, float32=float32)
 

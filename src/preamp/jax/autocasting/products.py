@@ -28,21 +28,28 @@ USED = Primitive("used")
 
 
 class Pair(NamedTuple):
-    """A number, and the float32 number that it was cast from; None if it was not cast."""
+    """A number, and the float32 number that it was cast from.
+
+    Attributes:
+        low: the number.
+        wide: what it was cast from; None if it was not cast.
+        frozen: whether the number has no derivative of its own.
+    """
 
     low: Any
     wide: Any = None
+    frozen: bool = False
 
 
 def _used_jvp(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Any]:
     (low, _), (_, tangent) = primals, tangents
     if type(tangent) is ad.Zero:
-        return low, ad.Zero.from_primal_value(low)
+        return low, _zero(low)
     return low, lax.convert_element_type(tangent, low.dtype)
 
 
 def _used_batched(operands: Sequence[Array], dims: Sequence[int | None]) -> tuple[Array, int]:
-    return USED.bind(*_aligned(operands, dims)), 0  # type: ignore[return-value]
+    return USED.bind(*_aligned(operands, dims)), 0
 
 
 USED.def_impl(lambda low, wide: low)
@@ -57,79 +64,102 @@ def product_of(plain: Primitive) -> Primitive:
     """Return the primitive of a product whose derivatives with respect to float32 numbers are float32.
 
     It has the name and the parameters of the plain one. Its parameter `paired` has the places of the operands
-    that were cast: what they were cast from comes after all operands, in the same order. Without it, float32
-    operands are cast to the precision of the others; so it is the tangent of a product.
+    that were cast: what they were cast from comes after all operands, in the same order. `frozen` has those of
+    these that have no derivative of their own. Other operands in float32 are cast to the precision of the
+    others, as the tangent of a product is.
     """
     product = Primitive(plain.name)
 
-    def computed(*operands: Array, paired: Sequence[int], **params: Any) -> Any:
+    def computed(*operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
         return plain.bind(*_lowered(operands[: len(operands) - len(paired)]), **params)
 
-    def on_cpu(*operands: Array, paired: Sequence[int], **params: Any) -> Any:
-        """XLA's products on a CPU are of one dtype: those of low numbers with a float32 result, of float32."""
+    def on_cpu(*operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
+        """XLA's products on a CPU are of one dtype: with a float32 result, their operands have to be."""
         if _is_wide(params):
             lows = _lowered(operands[: len(operands) - len(paired)])
             operands, paired = tuple(_cast(it, FLOAT32) if _is_real(it) else it for it in lows), ()
-        return computed(*operands, paired=paired, **params)
+        return computed(*operands, paired=paired, frozen=frozen, **params)
 
-    def convolved_on_gpu(*operands: Array, paired: Sequence[int], **params: Any) -> Any:
+    def convolved_on_gpu(
+        *operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any
+    ) -> Any:
         """Convolutions of GPUs have results of the dtype of their operands."""
-        result = computed(*operands, paired=paired, **params | {"preferred_element_type": None})
+        result = computed(
+            *operands, paired=paired, frozen=frozen, **params | {"preferred_element_type": None}
+        )
         return _cast(result, params["preferred_element_type"]) if _is_wide(params) else result
 
-    def evaluated(*avals: Aval, paired: Sequence[int], **params: Any) -> Any:
+    def evaluated(*avals: Aval, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
         abstract: Any = plain.abstract_eval(*_lowered(avals[: len(avals) - len(paired)]), **params)
         return abstract[0]
 
-    def jvp(
-        primals: Sequence[Array], tangents: Sequence[Any], *, paired: Sequence[int], **params: Any
-    ) -> tuple[Array, Any]:
-        count = len(primals) - len(paired)
-        numbers = primals[:count]
-        changes = [*tangents[:count]]
-        for place, change in zip(paired, tangents[count:], strict=True):
-            changes[place] = change
-        # A plain product, which policies of `jax.checkpoint` know; but its derivatives cannot be of two dtypes.
-        run = product.bind if _is_wide(params) else computed
-        result: Any = run(*numbers, paired=(), **params)
-        terms = [
-            product.bind(*numbers[:place], change, *numbers[place + 1 :], paired=(), **params)
-            for place, change in enumerate(changes)
-            if type(change) is not ad.Zero and _is_real(numbers[place])
-        ]
-        return result, sum(terms[1:], terms[0]) if terms else ad.Zero.from_primal_value(result)
+    def bind(pairs: Sequence[Pair], params: dict[str, Any]) -> Any:
+        paired = tuple(place for place, each in enumerate(pairs) if each.wide is not None)
+        frozen = tuple(place for place in paired if pairs[place].frozen)
+        operands = [*(each.low for each in pairs), *(pairs[place].wide for place in paired)]
+        return product.bind(*operands, **params, paired=paired, frozen=frozen)
 
-    def transposed(cotangent: Any, *operands: Any, paired: Sequence[int], **params: Any) -> list[Any]:
+    def pairs_of(operands: Sequence[Any], paired: Sequence[int], frozen: Sequence[int]) -> list[Pair]:
+        wides = dict(zip(paired, operands[len(operands) - len(paired) :], strict=True))
+        numbers = enumerate(operands[: len(operands) - len(paired)])
+        return [Pair(number, wides.get(place), place in frozen) for place, number in numbers]
+
+    def jvp(
+        primals: Sequence[Array],
+        tangents: Sequence[Any],
+        *,
+        paired: Sequence[int],
+        frozen: Sequence[int],
+        **params: Any,
+    ) -> tuple[Array, Any]:
+        changes = pairs_of(tangents, paired, frozen)
+        # Second derivatives go through the number where it has one, so that nothing else need be kept.
+        pairs = [it if it.frozen else Pair(it.low) for it in pairs_of(primals, paired, frozen)]
+        terms = []
+        for place, (number, change) in enumerate(zip(pairs, changes, strict=True)):
+            tangent = change.low if change.wide is None else change.wide
+            if type(tangent) is not ad.Zero and _is_real(number.low):
+                terms.append(bind([*pairs[:place], Pair(tangent), *pairs[place + 1 :]], params))
+        if frozen or _is_wide(params):
+            result = bind(pairs, params)
+        else:  # the plain product, which policies of `jax.checkpoint` know
+            result = computed(*(each.low for each in pairs), paired=(), frozen=(), **params)
+        return result, sum(terms[1:], terms[0]) if terms else _zero(result)
+
+    def transposed(
+        cotangent: Any, *operands: Any, paired: Sequence[int], frozen: Sequence[int], **params: Any
+    ) -> list[Any]:
         (place,) = (number for number, each in enumerate(operands) if ad.is_undefined_primal(each))
         if type(cotangent) is ad.Zero:
             return [None] * len(operands)
-        wanted = operands[place].aval
-        others = _lowered(operands[:place] + operands[place + 1 :])
+        wanted, pairs = operands[place].aval, pairs_of(operands, paired, frozen)
+        del pairs[place]
+        others = _lowered([each.low for each in pairs])
         low = next((it.dtype for it in others if _is_real(it)), FLOAT32)
         params["preferred_element_type"] = params["preferred_element_type"] and low
         avals = (wanted.update(dtype=low), *(jax.typeof(it) for it in (cotangent, *others)))
         mesh = jax.sharding.get_abstract_mesh()
         traced = _transposed(plain, place, low, avals, tuple(params.items()), mesh)
-        (result,) = _run(traced, [*map(Pair, (cotangent, *others))], plain, wanted.dtype)
+        (result,) = _run(traced, [Pair(cotangent), *pairs], bind, plain, wanted.dtype)
         return [result if number == place else None for number in range(len(operands))]
 
     def batched(
-        operands: Sequence[Array], dims: Sequence[int | None], *, paired: Sequence[int], **params: Any
+        operands: Sequence[Array],
+        dims: Sequence[int | None],
+        *,
+        paired: Sequence[int],
+        frozen: Sequence[int],
+        **params: Any,
     ) -> tuple[Array, int]:
-        count = len(operands) - len(paired)
-        pairs, places = [*map(Pair, operands[:count])], [*dims[:count]]
-        for place, wide, dim in zip(paired, operands[count:], dims[count:], strict=True):
-            if dim is not None or places[place] is not None:
-                pairs[place], places[place] = (
-                    Pair(*_aligned((operands[place], wide), (dims[place], dim))),
-                    0,
-                )
-            else:
-                pairs[place] = Pair(operands[place], wide)
-        traced = jax.make_jaxpr(jax.vmap(partial(plain.bind, **params), in_axes=tuple(places)))(
-            *_lowered([each.low for each in pairs])
-        )
-        (result,) = _run(traced, pairs, plain, params["preferred_element_type"])
+        pairs, axes = pairs_of(operands, paired, frozen), pairs_of(dims, paired, frozen)
+        for place in paired:
+            at = axes[place].low, axes[place].wide
+            if at != (None, None):
+                low, wide = _aligned((pairs[place].low, pairs[place].wide), at)
+                pairs[place], axes[place] = pairs[place]._replace(low=low, wide=wide), Pair(0)
+        run = jax.vmap(partial(plain.bind, **params), in_axes=tuple(each.low for each in axes))
+        traced = jax.make_jaxpr(run)(*_lowered([each.low for each in pairs]))
+        (result,) = _run(traced, pairs, bind, plain, params["preferred_element_type"])
         return result, 0
 
     product.def_impl(computed)
@@ -168,8 +198,10 @@ def _transposed(
     return jax.make_jaxpr(pulled)(*avals[1:])
 
 
-def _run(traced: Any, pairs: Sequence[Pair], plain: Primitive, dtype: Any) -> list[Any]:
-    """Run what JAX's rule for a plain product traced, with products whose results have this dtype.
+def _run(
+    traced: Any, pairs: Sequence[Pair], bind: Callable[..., Any], plain: Primitive, dtype: Any
+) -> list[Any]:
+    """Run what JAX's rule for a plain product traced, with other products, whose results have this dtype.
 
     Whatever the rule moves in an operand it moves in what that was cast from as well.
     """
@@ -180,20 +212,24 @@ def _run(traced: Any, pairs: Sequence[Pair], plain: Primitive, dtype: Any) -> li
 
     for equation in traced.jaxpr.eqns:
         given = [read(atom) for atom in equation.invars]
-        lows, wides = [each.low for each in given], [each.wide for each in given]
-        results = wide_results = [None]
         if equation.primitive is plain:
-            paired = tuple(place for place, wide in enumerate(wides) if wide is not None)
-            params = {**equation.params, "preferred_element_type": dtype, "paired": paired}
-            results = [product_of(plain).bind(*lows, *(wide for wide in wides if wide is not None), **params)]
+            results = [Pair(bind(given, {**equation.params, "preferred_element_type": dtype}))]
         else:
-            results = jaxprs.alone(equation)(*lows)
-            if any(wide is not None for wide in wides):
-                wide_results = jaxprs.alone(equation)(
-                    *(it.low if it.wide is None else it.wide for it in given)
-                )
-        known.update(zip(equation.outvars, map(Pair, results, wide_results), strict=True))
+            run = jaxprs.alone(equation)
+            results = [*map(Pair, run(*(each.low for each in given)))]
+            if any(each.wide is not None for each in given):
+                wides = run(*(each.low if each.wide is None else each.wide for each in given))
+                frozen = any(each.frozen for each in given)
+                results = [
+                    it._replace(wide=wide, frozen=frozen) for it, wide in zip(results, wides, strict=True)
+                ]
+        known.update(zip(equation.outvars, results, strict=True))
     return [read(atom).low for atom in traced.jaxpr.outvars]
+
+
+def _zero(primal: Array) -> Any:
+    zero: Any = ad.Zero
+    return zero.from_primal_value(primal)
 
 
 def _is_wide(params: dict[str, Any]) -> bool:
@@ -207,7 +243,7 @@ def _is_real(array: Any) -> bool:
 
 
 def _lowered(operands: Sequence[Any]) -> list[Any]:
-    """Return arrays or abstract values with float32 in the lower precision of the others, if they have one."""
+    """Return arrays or abstract values with float32 in the lower precision of the others, if there is one."""
     lows = [it.dtype for it in operands if _is_real(it) and it.dtype != FLOAT32]
     return [_cast(it, lows[0]) if lows and it.dtype == FLOAT32 else it for it in operands]
 

@@ -74,7 +74,7 @@ def refuse(program: Program, equation: Equation) -> None:
 def convert(program: Program, equation: Equation) -> None:
     """Cast as the program says; a cast to the same dtype follows what the value now is.
 
-    `jnp.sum` and its relatives cast low numbers to float32, and the sum back. In a region a sum stays float32.
+    `jnp.sum` and its relatives cast low numbers to float32, and the sum back: here it stays float32.
     """
     (atom,), (result,) = equation.invars, equation.outvars
     value, target = program.read(atom), precision_of(result.aval)
