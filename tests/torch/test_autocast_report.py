@@ -192,7 +192,7 @@ def test_a_weight_whose_gradients_add_up_in_low_precision_is_reported(work, argu
     found = [text for text in counted(work, **arguments).warnings if "add up" in text]
     assert len(found) == (times is not None)
     assert all(
-        f"used {times} times in one region" in text and "cache_enabled=False" in text for text in found
+        f"with {times} uses in one region" in text and "cache_enabled=False" in text for text in found
     )
 
 

@@ -834,4 +834,4 @@ def test_gradients_that_the_cache_adds_up_in_low_precision_are_said(times, regio
             return loss()
 
     notes = [note for note in blame(step, model=model, **options).notes if "cache_enabled=False" in note]
-    assert [f"gradients of weight, used {times} times" in note for note in notes] == [True] * is_said
+    assert [f"gradients of weight, with {times} uses" in note for note in notes] == [True] * is_said

@@ -104,8 +104,8 @@ def summed_low(uses: Mapping[str, int], low: torch.dtype, where: str) -> Iterato
         name = max(often, key=lambda name: (often[name], name))
         others = f" and of {len(often) - 1} more" if len(often) > 1 else ""
         yield (
-            f"PyTorch's cache has one cast for all uses of a weight, so the gradients of {name}, used "
-            f"{often[name]:,} times {where},{others} add up in {str(low).removeprefix('torch.')}: write "
+            f"PyTorch's cache has one cast for all uses of a weight, so the gradients of {name}, with "
+            f"{often[name]:,} uses {where},{others} add up in {str(low).removeprefix('torch.')}: write "
             "autocast(..., cache_enabled=False) to add them up in float32."
         )
 
