@@ -191,9 +191,7 @@ def accumulated():
 def test_a_weight_whose_gradients_add_up_in_low_precision_is_reported(work, arguments, times):
     found = [text for text in counted(work, **arguments).warnings if "add up" in text]
     assert len(found) == (times is not None)
-    assert all(
-        f"with {times} uses in one region" in text and "cache_enabled=False" in text for text in found
-    )
+    assert all(f"with {times} uses in one region" in text and "cache_enabled=False" in text for text in found)
 
 
 @pytest.mark.skipif(

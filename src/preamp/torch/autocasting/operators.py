@@ -122,8 +122,8 @@ COMPUTING = """
     index_add kron leaky_relu linalg_cross log_sigmoid logcumsumexp logsumexp max_pool1d max_pool2d mean
     nansum outer scatter_reduce segment_reduce std std_mean sum var var_mean
 """
-# The methods behind Python's operators. PyTorch's functions in Python apply these operators to tensors, and the
-# others to sizes and strings, too.
+# The methods behind Python's operators. PyTorch's functions in Python apply these operators to tensors, and
+# the others to sizes and strings, too.
 METHODS = {"**": "__pow__", "@": "__matmul__", "/": "__truediv__"}
 DUNDER = {"floordiv": "floor_divide", "mod": "remainder", "rtruediv": "rdiv", "truediv": "div"}
 TABLES = {"cpu": casting.CPU, "cuda": casting.CUDA}

@@ -833,7 +833,7 @@ class Recorder(TorchFunctionMode):
         mode = modes.current(self.device_type)
         is_edited = mode is not None and modes.edits_of(mode.key).table != DEFAULT
         listed = rules.rules_of(rules.Edits(self.device_type))
-        is_listed = listed.get(operators.name_of(func)) == "lower"
+        is_listed = listed.get(calls.operator_of(func)) == "lower"
         return torch.is_autocast_enabled(self.device_type) and is_listed and not is_edited
 
     def _emulated(self, func: Callable[..., Any]) -> torch.dtype | None:
