@@ -57,9 +57,8 @@ def run(
         steps.append(step._replace(loss=loss, grad_norm=norm))
     for n in range(taken, taken + failed):
         after = max(scale / 2, low)
-        steps.append(
-            Step(n, scale, finite=False, skipped=True, new_scale=after, loss=lost, culprits=("head.bias",))
-        )
+        step = Step(n, scale, finite=False, skipped=True, new_scale=after, loss=lost)
+        steps.append(step._replace(culprits=("head.bias",), first_culprits=("head.bias",)))
         scale = after
     return Trace(steps, policy=repr(policy or Dynamic()))
 
@@ -256,7 +255,9 @@ def test_a_loss_lost_while_its_snapshot_is_finite_is_the_loss_function(skipped: 
 def test_nothing_is_said_of_backward_where_the_loss_itself_was_lost() -> None:
     lost = {24, 49, 74, 99, 124}
     steps = [
-        step._replace(loss=math.nan, culprits=("head.weight",)) if step.skipped else step._replace(loss=0.5)
+        step._replace(loss=math.nan, culprits=("head.weight",), first_culprits=("head.weight",))
+        if step.skipped
+        else step._replace(loss=0.5)
         for step in simulate(Dynamic(), [n in lost for n in range(150)])
     ]
     trace = Trace(steps, policy=repr(Dynamic()))

@@ -182,13 +182,18 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
     assert not finding.settings
 
 
-def test_the_parameter_that_always_overflows_first_is_named() -> None:
-    steps = [step._replace(culprits=("head.weight", "body.bias")) for step in simulate(Dynamic(), NAN)]
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (("head.weight",), "In backward, head.weight was the first parameter with inf or NaN in 300 of 300"),
+        ((), "In backward, inf or NaN reached head.weight, body.bias; the order is not known."),
+    ],
+)
+def test_the_parameter_that_always_overflows_first_is_named(first: tuple[str, ...], said: str) -> None:
+    names = ("head.weight", "body.bias")
+    steps = [step._replace(culprits=names, first_culprits=first) for step in simulate(Dynamic(), NAN)]
     found = diagnose(Trace(steps))
-    assert (
-        "In backward, head.weight was the first parameter with inf or NaN in 300 of 300 skipped steps."
-        in found.findings[0].sentence
-    )
+    assert said in found.findings[0].sentence
     assert len(found.findings) == 1  # what does not train gets no other advice
 
 

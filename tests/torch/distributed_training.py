@@ -125,10 +125,13 @@ class Training:
 
     def _clip_as_torch_does(self) -> float | None:
         norm = None
+        if self.unscale:
+            norm = float(nn.utils.get_total_norm(p.grad for p in self.named.values() if p.grad is not None))
         if "max_value" in self.clip:
             nn.utils.clip_grad_value_(self.named.values(), self.clip["max_value"])
         if "max_norm" in self.clip:
-            norm = float(nn.utils.clip_grad_norm_(self.named.values(), self.clip["max_norm"]))
+            clipped = float(nn.utils.clip_grad_norm_(self.named.values(), self.clip["max_norm"]))
+            norm = clipped if norm is None else norm
         return norm if norm is not None and math.isfinite(norm) else None
 
 

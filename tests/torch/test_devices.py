@@ -45,7 +45,7 @@ def test_all_that_trains_on_the_cpu_trains_on_another_device(device, which):
     passed = re.search(r"(\d+) passed", done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert passed is not None
-    assert int(passed[1]) >= 50
+    assert int(passed[1]) >= 40
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_fsdp2_trains_as_one_process_does(two, how, unscale, clip, mesh):
 def test_fsdp2_does_so_where_nothing_is_read(two, how, clip, unscale):
     seen = two("fsdp2", clip=clip, unscale=unscale, capturable=True, **how)
     assert culprits(seen) == [[], ["0.weight"]]
-    assert_trained_as(agreed(seen, "parameters"), alone(clip=clip, **how))
+    assert_trained_as(agreed(seen, "parameters"), alone(clip=clip, unscale=unscale, **how))
 
 
 @pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
