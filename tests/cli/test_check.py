@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import preamp.cli.lab.compared as compared
-from preamp.cli.lab.compared import PrecisionRun, sentences, table
+from preamp.cli.lab.compared import PrecisionRun, run_apart, sentences, table
 from preamp.errors import PreampError, UsageError
 from preamp.machine import REFERENCE, Advice, MachineReport, PrecisionRow, Product
 from tests.compilers import HAS_CXX, NO_CXX
@@ -395,6 +395,17 @@ def test_it_checks_jax(here, monkeypatch):
     assert (
         len(Path("traces.txt").read_text().splitlines()) == 6
     )  # twice in each precision, however many calls
+
+
+def test_the_casts_of_a_jax_function_are_named_by_their_lines(tmp_path, monkeypatch):
+    text = "import jax.numpy as jnp\ndef loss():\n    return jnp.ones(3).astype(jnp.float16).sum()\n"
+    (tmp_path / "lowered.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    reference = run_apart(PrecisionRun("float32"), "lowered.py:loss", "jax", "", 1)
+    assert reference.casts == ["lowered.py:3"]
+    assert "at lowered.py:3. In the float32 run they are as in" in " ".join(
+        sentences([reference], "lowered.py:loss", "jax", machine())
+    )
 
 
 @pytest.mark.parametrize("name", ["reads", "branches", "writes", "random"])
