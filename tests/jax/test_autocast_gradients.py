@@ -165,7 +165,7 @@ def test_the_numbers_are_cast_once_outside_of_loops() -> None:
 
 def test_a_step_and_blame_see_the_same_sum() -> None:
     optimizer = loss_scaled(optax.sgd(1.0))
-    params, state, *_ = jax.jit(step(autocast(scanned), optimizer))(w, optimizer.init(w))
+    _, params, state = jax.jit(step(autocast(scanned), optimizer))(w, optimizer.init(w))
     exact = jax.grad(scanned)(w)
     assert error(w - params, exact) < 0.01
     assert last_step(state).grad_norm == pytest.approx(float(jnp.linalg.norm(exact)), rel=0.01)

@@ -271,6 +271,11 @@ def bodies(equation: Equation) -> Iterator[tuple[AnyJaxpr, int]]:
         yield from ((branch, 1) for branch in params["branches"])
 
 
+def numbers_of(equation: Equation) -> list[Atom]:
+    """Return the operands that an equation computes with, without what those of a product were cast from."""
+    return equation.invars[: len(equation.invars) - len(equation.params.get("paired", ()))]
+
+
 def hoistable(equation: Equation) -> Sequence[int]:
     """Return the places of the operands that may be cast before an equation instead of inside of it."""
     name, params, places = equation.primitive.name, equation.params, range(len(equation.invars))

@@ -37,6 +37,7 @@ from preamp.jax.jaxprs import (
     is_literal,
     is_traced,
     module_path,
+    numbers_of,
     region_name,
     scan_layout,
     source_line,
@@ -282,7 +283,7 @@ class _Counter:
         """Add an equation to its row, and what was cast for it; return what is known of its results."""
         given = [
             (atom, value)
-            for atom, value in zip(equation.invars, operands, strict=True)
+            for atom, value in zip(numbers_of(equation), operands, strict=False)
             if _is_float(atom) and not (is_literal(atom) and not _shape(atom))
         ]
         if not given:

@@ -78,7 +78,12 @@ class _Program:
             self._wide[equation.outvars[0]] = operands[0]
             self._casts.add(equation.outvars[0])
             self._equations.append(equation)
-        elif name in PRODUCTS and any(wides) and precision_of(equation.outvars[0].aval) != FLOAT32:
+        elif (
+            name in PRODUCTS
+            and "paired" not in equation.params
+            and any(wides)
+            and precision_of(equation.outvars[0].aval) != FLOAT32
+        ):
             paired = tuple(place for place, wide in enumerate(wides) if wide)
             frozen = tuple(place for place in paired if operands[place] not in self._casts)
             self._equations.append(

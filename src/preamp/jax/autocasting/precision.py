@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from preamp.jax.jaxprs import Aval, Equation, is_array
+from preamp.jax.jaxprs import Aval, Equation, is_array, numbers_of
 
 
 class Precision(NamedTuple):
@@ -83,7 +83,7 @@ def is_explicit(equation: Equation, low: Precision) -> bool:
         return False
     if equation.primitive.name != "dot_general":
         return True
-    operands = {atom.aval.dtype for atom in equation.invars if precision_of(atom.aval)}
+    operands = {atom.aval.dtype for atom in numbers_of(equation) if precision_of(atom.aval)}
     implied = operands if len(operands) == 1 else {FLOAT32.dtype}
     return np.dtype(asked) not in implied
 

@@ -6,7 +6,7 @@ operator, and for a product the primitive of `product_of`, whose own sum, over t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ def product_of(plain: Primitive) -> Primitive:
     """Return the primitive of a product whose derivatives with respect to float32 numbers are float32.
 
     It has the name and the parameters of the plain one. Its parameter `paired` has the places of the operands
-    that were cast: what they were cast from comes after all operands, in the same order. `frozen` has those of
+        """XLA's products on a CPU have one dtype: with a float32 result, their operands are float32."""
     these that have no derivative of their own. Other operands in float32 are cast to the precision of the
     others, as the tangent of a product is.
     """
@@ -74,7 +74,7 @@ def product_of(plain: Primitive) -> Primitive:
         return plain.bind(*_lowered(operands[: len(operands) - len(paired)]), **params)
 
     def on_cpu(*operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
-        """XLA's products on a CPU are of one dtype: with a float32 result, their operands have to be."""
+        """XLA's products on a CPU are of one dtype: with a float32 result, operands have to be."""
         if _is_wide(params):
             lows = _lowered(operands[: len(operands) - len(paired)])
             operands, paired = tuple(_cast(it, FLOAT32) if _is_real(it) else it for it in lows), ()
@@ -201,7 +201,7 @@ def _transposed(
 def _run(
     traced: Any, pairs: Sequence[Pair], bind: Callable[..., Any], plain: Primitive, dtype: Any
 ) -> list[Any]:
-    """Run what JAX's rule for a plain product traced, with other products, whose results have this dtype.
+    """Run what JAX's rule for a plain product traced, with products by `bind` whose results have this dtype.
 
     Whatever the rule moves in an operand it moves in what that was cast from as well.
     """

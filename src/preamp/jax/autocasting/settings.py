@@ -77,8 +77,11 @@ class Settings:
         return self._in_scopes[scope]
 
     def enters(self, equation: Equation) -> bool:
-        """Return whether an equation, and the programs that it holds, are part of this region."""
-        return jaxprs.region_name(equation) in (None, self.name)
+        """Return whether an equation, and the programs that it holds, are part of this region.
+
+        A product of a region inside that knows what its operands were cast from stays as it is.
+        """
+        return "paired" not in equation.params and jaxprs.region_name(equation) in (None, self.name)
 
     def bodies(self, equation: Equation) -> Iterator[tuple[AnyJaxpr, int]]:
         """Yield the programs of an equation that are rewritten with it, and where their operands begin."""

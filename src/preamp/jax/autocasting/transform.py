@@ -113,8 +113,7 @@ def autocast(
             _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=3)
             known = jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
             jaxpr = rewrite(call.jaxpr, replace(settings, flat=known), written)
-            if _PATTERNS.get(None) is None:  # otherwise the region around does it
-                jaxpr = with_float32_gradients(jaxpr)
+            jaxpr = with_float32_gradients(jaxpr)
             with jax.named_scope(settings.name):
                 results = jaxprs.evaluated(jaxpr, call.arrays)
             return program.written_back(call.returned(results))
