@@ -64,7 +64,7 @@ def product_of(plain: Primitive) -> Primitive:
     """Return the primitive of a product whose derivatives with respect to float32 numbers are float32.
 
     It has the name and the parameters of the plain one. Its parameter `paired` has the places of the operands
-        """XLA's products on a CPU have one dtype: with a float32 result, their operands are float32."""
+    that were cast: what they were cast from comes after all operands, in the same order. `frozen` has those of
     these that have no derivative of their own. Other operands in float32 are cast to the precision of the
     others, as the tangent of a product is.
     """
@@ -74,7 +74,7 @@ def product_of(plain: Primitive) -> Primitive:
         return plain.bind(*_lowered(operands[: len(operands) - len(paired)]), **params)
 
     def on_cpu(*operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
-        """XLA's products on a CPU are of one dtype: with a float32 result, operands have to be."""
+        """XLA's products on a CPU have one dtype: with a float32 result, their operands are float32."""
         if _is_wide(params):
             lows = _lowered(operands[: len(operands) - len(paired)])
             operands, paired = tuple(_cast(it, FLOAT32) if _is_real(it) else it for it in lows), ()
