@@ -313,6 +313,18 @@ def test_a_module_that_does_not_exist_is_a_warning_at_the_line_of_the_call() -> 
     assert caught[0].filename == __file__
 
 
+@pytest.mark.parametrize("emulate", [False, True])
+def test_a_gradient_that_is_nan_in_float32_as_well_is_laid_to_what_gives_nan_there(emulate: bool) -> None:
+    def norms(p: Any, x: Any) -> Any:
+        return jnp.mean(jnp.sqrt(jnp.sum(jnp.square(x @ p["up"]), -1)))  # the slope of a root at 0
+
+    found = blame(norms, PARAMS, X.at[3].set(0), dtype="float16", emulate=emulate)
+    assert not found.guilty
+    (note,) = (it for it in found.notes if "NaN" in it)
+    assert note.startswith("The gradient of params['up'] is NaN in float32 as well")
+    assert f"mul at test_blame.py:{norms.__code__.co_firstlineno + 1} gives NaN first" in note
+
+
 def test_every_rounding_belongs_to_an_operator() -> None:
     found = blame(attention, PARAMS, X)
     assert not {"rounded", "reduce_precision", "convert_element_type"} & {row.operator for row in found.rows}

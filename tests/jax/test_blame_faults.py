@@ -50,7 +50,7 @@ def test_a_variance_as_a_difference_of_squares() -> None:
         return cross_entropy(h * lax.rsqrt(jnp.maximum(variance, 0.1)) @ p["down"])
 
     assert not blame(loss, PARAMS, X, 0.0).guilty
-    assert first(blame(loss, PARAMS, X, 30.0)) == ("mul", "forward")  # means are float32
+    assert first(blame(loss, PARAMS, X, 30.0)) in [("add", "forward"), ("mul", "forward")]  # sums are float32
 
 
 def test_a_variance_that_is_negative_gives_nan_which_is_laid_at_the_door_of_what_feeds_it() -> None:

@@ -8,6 +8,8 @@
 | `module_scopes.py` | names the modules of Flax NNX and Equinox |
 | `settings.py` | finds the rule of an equation in its module |
 | `rewriting.py` | places casts |
+| `gradients.py` | has each use of a cast hand its cotangent on in float32 |
+| `products.py` | the primitives for that |
 | `rules.py` | chooses the precision of an ordinary operator |
 | `structured.py` | enters loops, branches and custom derivatives |
 | `lookahead.py` | finds out how the rest of a program uses a value |

@@ -64,8 +64,8 @@ def product_of(plain: Primitive) -> Primitive:
     """Return the primitive of a product whose derivatives with respect to float32 numbers are float32.
 
     It has the name and the parameters of the plain one. Its parameter `paired` has the places of the operands
-    that were cast: what they were cast from comes after all operands, in the same order. `frozen` has those of
-    these that have no derivative of their own. Other operands in float32 are cast to the precision of the
+    that were cast: what they were cast from comes after all operands, in the same order. `frozen` has those
+    of them that have no derivative of their own. Other operands in float32 are cast to the precision of the
     others, as the tangent of a product is.
     """
     product = Primitive(plain.name)

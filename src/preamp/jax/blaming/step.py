@@ -130,6 +130,8 @@ def rehearsed(
     notes = [f"The loss scale is {scale:g}: gradients overflow with {FIRST_SCALE:g}."] if lowered else []
     if any(call.overflowed for call in tape.calls):
         notes.append("What overflowed was replaced by the largest number of its precision, to go on.")
+    if any(np.isnan(each.value).any() for each in results):
+        notes += _nan_in_float32(step, tape, scale)
     size = abs(float32_loss) if float32_loss and math.isfinite(float32_loss) else 1.0
     weights = list(map(weight_of, step.params))
     norm = _seed(results, weights, scale)
@@ -319,6 +321,19 @@ def _seed(results: Sequence[Variable], weights: Sequence[float], scale: float) -
         dtype = np.asarray(widen(gradient.value)).dtype
         seed(gradient.node, GRADIENTS, jnp.asarray(signs * (weight / norm / scale), dtype))
     return norm
+
+
+def _nan_in_float32(step: Step, followed: Tape, scale: float) -> list[str]:
+    """Return a note on the loss or gradients that are NaN in float32 as well, if they are."""
+    tape = Tape(in_float32=True, follows=followed)
+    loss, *gradients = (each.value for each in tape.run(step.program, step.operands(tape, scale)))
+    bad = [name for name, each in zip(step.names, gradients, strict=True) if np.isnan(each).any()]
+    if not bad and not np.isnan(loss):
+        return []
+    what = f"The gradient of {bad[0]}" if bad else "The loss"
+    return [
+        f"{what} is NaN in float32 as well, so precision is not the cause: {tape.first_nan} gives NaN first."
+    ]
 
 
 def _norm(gradients: Sequence[Any], weights: Sequence[float], scale: float) -> float:

@@ -165,6 +165,7 @@ class Tape:
         flops: the floating-point operations of the forward pass's products.
         notes: sentences about what could not be compared with float32.
         decisions: which branches were taken, and whether loops went on, in order.
+        first_nan: in float32, the operator that gave NaN first, and its line; None if none did.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class Tape:
         self.count = self.flops = 0
         self.notes: dict[str, None] = {}
         self.decisions: list[int] = []
+        self.first_nan: str | None = None
         self._in_float32, self._stops, self._without_nan = in_float32, stops, without_nan
         self._followed = None if follows is None else iter(follows.decisions)
         self._errors = errors or {}
@@ -304,7 +306,11 @@ class Tape:
             return operands
         values = [each.value for each in operands]
         if self._in_float32:
-            exact = _exact(operation, values) if isinstance(operation, Operation) else operation(*values)
+            if not isinstance(operation, Operation):
+                return list(map(Variable, self._with_errors(operation(*values))))
+            exact = _exact(operation, values)
+            if self.first_nan is None and any(map(_has_nan, exact)):
+                self.first_nan = f"{operation.name} at {operation.source}"
             return list(map(Variable, self._with_errors(exact)))
         results, call = operation(*values), Call(operation, [each.node for each in operands], self.count)
         if isinstance(operation, Operation) and not call.is_backward:
@@ -365,6 +371,10 @@ class Tape:
                         f"{call.operation.name} at {call.operation.source} gave NaN, and does so in float32, "
                         "given what it was given. Zeros were put there to go on: what feeds it is to blame."
                     ] = None
+
+
+def _has_nan(value: Any) -> bool:
+    return is_inexact(value) and bool(np.isnan(value).any())
 
 
 def refusal(operation: Operation, error: Exception) -> str:
