@@ -47,7 +47,7 @@ def mistakes(inner: Any) -> None:
     LossScaleOptimizer()  # type: ignore[call-arg]
     LossScaleOptimizer(inner, initial_scale="big")  # type: ignore[arg-type]
     LossScaleOptimizer(inner, policy=3)  # type: ignore[arg-type]
-    LossScaleOptimizer(inner, policies=3)  # type: ignore[call-arg]
+    LossScaleOptimizer(inner, policies=3)  # type: ignore[arg-type]
     LossScaleOptimizer(inner).dynamic_growth_steps = "2"  # type: ignore[assignment]
     LossScaleOptimizer(inner).loss_scale = 2.0  # type: ignore[misc]
     TraceCallback("fit.jsonl", mode="overwrite")  # type: ignore[arg-type]
