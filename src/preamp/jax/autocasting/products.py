@@ -74,11 +74,9 @@ def product_of(plain: Primitive) -> Primitive:
         return plain.bind(*_lowered(operands[: len(operands) - len(paired)]), **params)
 
     def on_cpu(*operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
-        """XLA's products on a CPU have one dtype: with a float32 result, their operands are float32."""
-        if _is_wide(params):
-            lows = _lowered(operands[: len(operands) - len(paired)])
-            operands, paired = tuple(_cast(it, FLOAT32) if _is_real(it) else it for it in lows), ()
-        return computed(*operands, paired=paired, frozen=frozen, **params)
+        """A float32 product of low operands that XLA transposes is slow on a CPU, and cannot run in bfloat16."""
+        result = computed(*operands, paired=paired, frozen=frozen, **params)
+        return lax.optimization_barrier(result) if _is_wide(params) else result
 
     def convolved_on_gpu(
         *operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any
