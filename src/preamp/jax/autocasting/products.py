@@ -74,7 +74,7 @@ def product_of(plain: Primitive) -> Primitive:
         return plain.bind(*_lowered(operands[: len(operands) - len(paired)]), **params)
 
     def on_cpu(*operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
-        """A float32 product of low operands that XLA transposes is slow on a CPU, and cannot run in bfloat16."""
+        """XLA transposes such a product itself where it may: slowly, and not at all in bfloat16."""
         result = computed(*operands, paired=paired, frozen=frozen, **params)
         return lax.optimization_barrier(result) if _is_wide(params) else result
 
