@@ -756,7 +756,7 @@ class GradScaler(torch.amp.GradScaler):
         found = arithmetic.unscale_(tensors, inv_scale, found_inf)
         arithmetic.note_writing(gradients.tensors)
         scale = self._known_scale()
-        if gradients.tensors and (done or scale is None or scale * self._loss_factor < 1.0):
+        if gradients.tensors and (done or (scale is not None and scale * self._loss_factor < 1.0)):
             # The kernel has not checked what was unscaled before, nor the results of dividing by less than 1.
             if scale is None:
                 fits: Any = gradients.fit(gradients.largest(), torch.ones_like(found_inf))
@@ -909,8 +909,6 @@ class GradScaler(torch.amp.GradScaler):
         self._require_checked(optimizer, state, Gradients([], []))
         scale, stats = self._loss_scale.snapshot(), self._policy_stats_before(state)
         finite = _flags_are_clear(state)
-        if isinstance(state.norm, Tensor):
-            state.norm = state.norm.item()  # beside the flag: later the host would wait for the optimizer
         gradients = Gradients([], []) if finite else gather(optimizer)
         self._note_measured(optimizer, state, gradients, scale, 1.0, Found(finite, None, stats))
         return Gradients([], []), 1.0
@@ -933,8 +931,9 @@ class GradScaler(torch.amp.GradScaler):
             stats = None if stats is None else stats.read()
             measured = MeasuredGradients(scale, finite, found.norm, divisor, stats=stats)
         self._keep_measured(optimizer, state, measured)
-        if state.norm is not None:
-            measured.norm, measured.divisor = state.norm, 1.0
+        if state.norm is not None:  # on the host read beside the flag: later it would wait for the optimizer
+            norm = state.norm if isinstance(finite, Tensor) else float(state.norm)
+            measured.norm, measured.divisor = norm, 1.0
         if self._guarding is not None:
             measured.guard = self._guarding.judge(optimizer, measured, found.loss)
         if isinstance(measured.taken, Tensor):
@@ -1297,7 +1296,7 @@ class GradScaler(torch.amp.GradScaler):
             gradients, divisor, device, read=read, norm=True, finite=finite, stats=stats
         )
         state.norm = math.inf if found.norm is None else found.norm / divisor
-        if self._meter.agreement.needed(gradients.meshes):
+        if not read or self._meter.agreement.needed(gradients.meshes):
             overflow = torch.as_tensor(found.finite, device=device).logical_not().to(torch.float32)
             flags = {place: overflow.to(place) for place in flags}
         return flags, found.stats
