@@ -254,8 +254,6 @@ def _norms() -> Iterator[Case]:
     yield from planted(kind, "t5", "low norm", "last", NORM, dtypes=FP16, grown=400.0)
     yield from planted(kind, "resnet", "variance of squares", "stages_0.norm", NORM, offset=15.0)
     yield from planted(kind, "resnet", "low norm", "stages_1.norm", NORM, offset=50.0)
-    large: dict[str, Any] = {"dtypes": FP16, "amount": 300.0}
-    yield from planted(kind, "clip", "low norm", "texts", NORM, **large)
 
 
 def _losses() -> Iterator[Case]:

@@ -47,7 +47,7 @@ def test_it_is_an_optimizer_of_its_library(kind: str) -> None:
 def test_the_arguments_are_those_of_tf_keras(kind: str) -> None:
     theirs = inspect.signature(type(Peer(inner(kind))).__init__).parameters
     ours = inspect.signature(type(wrapped(kind)).__init__).parameters
-    assert list(ours) == [*theirs, "policy", "guard", "model", "restore_buffers"]
+    assert list(ours) == [*theirs, "policy", "guard", "model", "restore_buffers", "unknown"]
     for name, parameter in theirs.items():
         assert (ours[name].default, ours[name].kind) == (parameter.default, parameter.kind)
 

@@ -221,10 +221,10 @@ def test_a_state_that_is_none_is_refused(kind: str, name: str, value: float) -> 
 
 @of_tf_keras_trained
 def test_a_norm_that_was_not_finite_is_unknown_after_loading(kind: str) -> None:
-    """Squares of finite gradients overflow; JSON has no inf."""
-    was, variable = adam(kind, dynamic=False, initial_scale=1.0), tf.Variable([1.0])
+    """The norm of finite gradients overflows; JSON has no inf."""
+    was, variable = adam(kind, dynamic=False, initial_scale=1.0), tf.Variable([1.0] * 4)
     was.get_scaled_loss(tf.constant(1e30))
-    (gradient,) = was.get_unscaled_gradients([tf.constant([1e30])])
+    (gradient,) = was.get_unscaled_gradients([tf.constant([3e38] * 4)])
     was.apply_gradients([(gradient, variable)])
     assert was.last_step.grad_norm == INF
     again = type(was).from_config(was.get_config())

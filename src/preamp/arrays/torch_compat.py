@@ -563,6 +563,9 @@ pop_mode: Callable[[], Any] = _python_dispatch._pop_mode
 # again.
 optimizer_hooks: Any = optimizer
 
+# What F.pad calls for mode="circular"; since 2.0, and no function of torch calls it alone.
+pad_circular: Any = torch.ops.aten._pad_circular
+
 
 class HooksAndOneMore(UserDict[int, Any]):
     """PyTorch's hooks for the steps of all optimizers, with one more at the end, to take their place.

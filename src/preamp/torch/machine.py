@@ -296,13 +296,14 @@ def _compiles(kind: str, dtype: torch.dtype) -> str:
 
 @contextmanager
 def _same_environment() -> Iterator[None]:
-    """Remove environment variables that the compiler sets, as it does when it is imported."""
+    """Take back what the compiler does to environment variables when it is imported."""
     before = dict(os.environ)
     try:
         yield
     finally:
         for name in set(os.environ) - set(before):
             del os.environ[name]
+        os.environ.update(before)
 
 
 def _reason(error: BaseException) -> str:

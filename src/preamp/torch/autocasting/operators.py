@@ -332,7 +332,7 @@ def padding(
     if value or dims not in (1, 2, 3) or input.ndim not in (dims + 1, dims + 2):
         return None
     if mode == "circular":
-        return torch.ops.aten._pad_circular, (input, pad)
+        return compat.pad_circular, (input, pad)
     kind = {"reflect": "reflection", "replicate": "replication"}.get(mode)
     return (getattr(torch.ops.aten, f"{kind}_pad{dims}d"), (input, pad)) if kind else None
 
