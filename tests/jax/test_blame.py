@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -323,6 +325,35 @@ def test_a_gradient_that_is_nan_in_float32_as_well_is_laid_to_what_gives_nan_the
     (note,) = (it for it in found.notes if "NaN" in it)
     assert note.startswith("The gradient of params['up'] is NaN in float32 as well")
     assert f"mul at test_blame.py:{norms.__code__.co_firstlineno + 1} gives NaN first" in note
+
+
+MASKS: dict[str, Callable[[Any, Any, float], Any]] = {
+    "where": lambda scores, seen, huge: jnp.where(seen, scores, huge),
+    "added": lambda scores, seen, huge: scores + jnp.where(seen, 0.0, huge),
+    "added in float16": lambda scores, seen, huge: scores + jnp.where(seen, 0.0, huge).astype(jnp.float16),
+}
+
+
+@pytest.mark.parametrize("huge", [-1e9, -2.38e38])
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_beyond_the_range_loses_what_one_within_it_does(mask: str, low: str, huge: float) -> None:
+    w, x = jax.random.normal(jax.random.key(0), (2, 16, 16))
+    seen = jnp.tril(jnp.ones((16, 16), bool))
+
+    def loss(w: Any, huge: float) -> Any:
+        return jnp.mean(jnp.square(jax.nn.softmax(MASKS[mask](x @ w @ x.T / 4, seen, huge)) @ x))
+
+    within, beyond = (blame(partial(loss, huge=each), w, dtype=low) for each in (-3e4, huge))
+    assert [row.operator for row in beyond.guilty] == [row.operator for row in within.guilty]
+    assert not beyond.notes
+
+
+@pytest.mark.parametrize(("through", "guilty"), [(lambda y: jnp.clip(y, -1, 1), False), (jnp.cos, True)])
+def test_an_overflow_is_accused_if_the_loss_or_a_gradient_changes_with_it(through: Any, guilty: bool) -> None:
+    w, x = jax.random.normal(jax.random.key(0), (2, 4, 4))
+    found = blame(lambda w: jnp.mean(through((1e9 * (x @ w)).astype(jnp.float16))), w, dtype="float16")
+    assert bool(found.guilty) is guilty
 
 
 def test_every_rounding_belongs_to_an_operator() -> None:

@@ -26,6 +26,10 @@ MOVED = (MOVES | {"all_gather", "all_gather_invariant", "pbroadcast", "pcast", "
 """Primitives that what a number was cast from goes through with it: their transposes may add up."""
 
 
+HOLDERS = {*jaxprs.CALLS, "cond", "scan"}
+"""Primitives whose programs have casts of their own, or are given what operands were cast from."""
+
+
 SPREADING = ARITHMETIC | {"max", "min", "rem"}
 """Primitives whose operands may have axes of one entry where the result has more."""
 
@@ -93,6 +97,8 @@ class _Program:
                     params={**equation.params, "paired": paired, "frozen": frozen},
                 )
             )
+        elif not any(wides) and name not in HOLDERS:
+            self._equations.append(equation)
         elif not (name in MOVED and self._moves(equation, wides)) and not self._enter(equation, wides):
             used = [self._used(self._spread(atom, equation), equation) for atom in operands]
             self._equations.append(equation if used == operands else equation.replace(invars=used))
@@ -104,7 +110,7 @@ class _Program:
         """
         floats = [place for place, atom in enumerate(equation.invars) if precision_of(atom.aval)]
         is_literal = [jaxprs.is_literal(atom) for atom in equation.invars]
-        if not any(wides) or not all(wides[place] or is_literal[place] for place in floats):
+        if not all(wides[place] or is_literal[place] for place in floats):
             return False
         operands = list(equation.invars)
         for place in floats:

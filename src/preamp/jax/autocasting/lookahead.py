@@ -83,6 +83,7 @@ class Lookahead:
         self._path = path
         around = self._region.inside(path)
         self._made_in: dict[Atom, Settings] = dict.fromkeys(jaxpr.invars, around)
+        self._casts_up = any(map(_is_cast_up, jaxpr.eqns))
         for equation in jaxpr.eqns:  # biases are known by what they are added to, uses by what comes after
             self._read_forward(equation)
         for atom, is_wanted in zip(jaxpr.outvars, wanted, strict=True):
@@ -127,7 +128,8 @@ class Lookahead:
         name, operands, results = equation.primitive.name, equation.invars, equation.outvars
         settings = self._settings(equation)
         self._made_in.update(dict.fromkeys(results, settings))
-        self._note_sum(equation, settings)
+        if self._casts_up:
+            self._note_sum(equation, settings)
         if settings.rule(equation) == "lower":
             self.products.update(results)
         elif name == "add":
@@ -224,6 +226,14 @@ def common(precisions: Iterable[Precision | None]) -> Precision | None:
     """Return the precision that all these are, None if they differ or there are none."""
     found = set(precisions)
     return found.pop() if len(found) == 1 else None
+
+
+def _is_cast_up(equation: Equation) -> bool:
+    """Return whether an equation casts low numbers to float32."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    before, after = (precision_of(atom.aval) for atom in (equation.invars[0], equation.outvars[0]))
+    return after == FLOAT32 and before not in (None, FLOAT32)
 
 
 def _spreads(before: tuple[int, ...], after: tuple[int, ...]) -> bool:

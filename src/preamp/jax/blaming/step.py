@@ -126,6 +126,10 @@ def rehearsed(
     if math.isnan(loss) and not math.isnan(float32_loss):
         tape = Tape(without_nan=True)
         results = tape.run(step.program, step.operands(tape, scale))
+    overflowed = [call for call in tape.calls if call.overflowed and not call.is_backward]
+    if overflowed and _are_equal(results, Tape(repairs=False).run(step.program, step.operands(tape, scale))):
+        for call in overflowed:  # nothing depends on it, as behind a mask
+            call.overflowed = 0
     lowered = loss_scale is None and settings.dtype == jnp.float16 and scale != FIRST_SCALE
     notes = [f"The loss scale is {scale:g}: gradients overflow with {FIRST_SCALE:g}."] if lowered else []
     if any(call.overflowed for call in tape.calls):
@@ -321,6 +325,10 @@ def _seed(results: Sequence[Variable], weights: Sequence[float], scale: float) -
         dtype = np.asarray(widen(gradient.value)).dtype
         seed(gradient.node, GRADIENTS, jnp.asarray(signs * (weight / norm / scale), dtype))
     return norm
+
+
+def _are_equal(one: Sequence[Variable], other: Sequence[Variable]) -> bool:
+    return all(np.array_equal(a.value, b.value) for a, b in zip(one, other, strict=True))
 
 
 def _nan_in_float32(step: Step, followed: Tape, scale: float) -> list[str]:

@@ -153,6 +153,7 @@ class Tape:
     Args:
         in_float32: compute everything in float32, and keep no list.
         stops: raise `BackwardOverflow` at the first overflow of the backward pass.
+        repairs: replace what overflows by the largest number of its precision.
         without_nan: replace what is not a number, though its inputs are, by 0.
         follows: the tape whose branches and numbers of turns are taken, so that the same evaluations run in
             the same order; None to decide anew.
@@ -173,6 +174,7 @@ class Tape:
         *,
         in_float32: bool = False,
         stops: bool = False,
+        repairs: bool = True,
         without_nan: bool = False,
         follows: Tape | None = None,
         errors: Mapping[int, Sequence[Any]] | None = None,
@@ -183,6 +185,7 @@ class Tape:
         self.decisions: list[int] = []
         self.first_nan: str | None = None
         self._in_float32, self._stops, self._without_nan = in_float32, stops, without_nan
+        self._repairs = repairs
         self._followed = None if follows is None else iter(follows.decisions)
         self._errors = errors or {}
         self._operations: dict[tuple[int, str, str], tuple[Equation, Operation]] = {}
@@ -346,7 +349,7 @@ class Tape:
     def _compare(
         self, call: Call, operation: Operation, values: list[Any], results: Sequence[Variable]
     ) -> None:
-        """Keep what the results lost. What overflowed becomes the largest number of its precision."""
+        """Keep what the results lost, and count and repair what overflowed."""
         try:
             exact = [value for value in operation.in_float32(*values) if is_inexact(value)]
         except Exception as error:  # a library's own primitive may raise anything
@@ -354,7 +357,7 @@ class Tape:
             return
         limit = float(jnp.finfo(operation.low or np.float32).max)
         for variable, value in zip(results, exact, strict=True):
-            if not np.isfinite(variable.value).all():
+            if self._repairs and not np.isfinite(variable.value).all():
                 variable.value, count, peak = repaired(variable.value, value, limit)
                 call.overflowed += int(count)
                 if count and call.is_backward and self._stops:
