@@ -483,6 +483,15 @@ def test_an_overflow_is_accused_if_the_loss_or_a_gradient_changes_with_it(throug
     assert all((row.operator, row.reason.split()[-1]) == ("half", "overflowed") for row in found.guilty[:1])
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**-3])
+def test_what_was_lost_to_zero_is_accused_whatever_the_loss_scale(scale: float) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    loss: Loss = lambda: -(10 * model(x)).softmax(-1).half().float().log().mean()  # noqa: E731
+    found = blame(loss, model=model, dtype=torch.float16, loss_scale=scale)
+    assert "became zero: log" in found.rows[0].reason
+
+
 def with_data(value: float) -> Tensor:
     x = torch.randn(8, 4)
     x[3] = value

@@ -155,7 +155,8 @@ class Errors:
                 wrong = ~low.isfinite() & (finite | exact.isfinite())
                 instead = torch.where(finite, reference, exact)
             if not low.is_complex():
-                instead = instead.clamp(-limit, limit)
+                largest = min(limit, torch.finfo(instead.dtype).max)  # divided by a small scale, it is larger
+                instead = instead.clamp(-largest, largest)
             bad = wrong if wrong.any() else None
             repaired = torch.where(wrong, instead, low)
             known = torch.where(finite, reference, 0.0)
