@@ -684,7 +684,7 @@ WORKS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of PyTorch's forward mode
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # of PyTorch's forward mode
 @pytest.mark.parametrize("work", WORKS.values(), ids=list(WORKS))
 def test_in_a_region_with_a_table_a_weights_gradients_add_up_in_float32(work):
     assert same(work(edited("cpu")), work(torch.autocast("cpu", cache_enabled=False)))

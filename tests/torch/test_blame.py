@@ -441,21 +441,14 @@ def masked(mask: str, seen: Tensor, huge: float) -> tuple[nn.Module, Loss]:
     def loss() -> Tensor:
         return (MASKS[mask](model(x) @ x.T / 4, seen, huge).softmax(-1).float() @ x).square().mean()
 
+    try:
+        with torch.autocast("cpu", torch.float16):
+            loss()
+    except RuntimeError as error:  # some releases, for some of the masks
+        pytest.skip(f"PyTorch refuses the constant: {error}")
     return model, loss
 
 
-def takes_constants_beyond_the_range() -> bool:
-    try:
-        torch.where(torch.tensor(True), torch.ones(1).half(), -1e9)
-    except RuntimeError:
-        return False
-    return True
-
-
-beyond_the_range = pytest.mark.skipif(not takes_constants_beyond_the_range(), reason="PyTorch raises")
-
-
-@beyond_the_range
 @pytest.mark.parametrize("huge", [-1e9, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("emulate", [True, False])
 @BOTH
@@ -472,7 +465,6 @@ def test_a_mask_beyond_the_range_loses_what_one_within_it_does(
     assert accused[1] == accused[0]
 
 
-@beyond_the_range
 def test_a_mask_beyond_the_range_that_leaves_nothing_of_a_row_is_accused() -> None:
     seen = torch.ones(8, 8).tril().bool() & (torch.arange(8) != 3)[:, None]
     model, loss = masked("where", seen, -1e9)

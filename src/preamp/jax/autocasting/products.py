@@ -74,9 +74,14 @@ def product_of(plain: Primitive) -> Primitive:
         return plain.bind(*_lowered(operands[: len(operands) - len(paired)]), **params)
 
     def on_cpu(*operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
-        """XLA transposes such a product itself where it may: slowly, and not at all in bfloat16."""
-        result = computed(*operands, paired=paired, frozen=frozen, **params)
-        return lax.optimization_barrier(result) if _is_wide(params) else result
+        """XLA moves transposes into such a product where it may: slowly, and not at all in bfloat16."""
+        if not _is_wide(params):
+            return computed(*operands, paired=paired, frozen=frozen, **params)
+        lows = _lowered(operands[: len(operands) - len(paired)])
+        if plain.name == "dot_general" and params["dimension_numbers"][1][0]:
+            # With axes of a batch, which layouts of bfloat16 XLA multiplies is not known.
+            lows = [_cast(it, FLOAT32) if it.dtype == jnp.bfloat16 else it for it in lows]
+        return lax.optimization_barrier(plain.bind(*lax.optimization_barrier(lows), **params))
 
     def convolved_on_gpu(
         *operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any

@@ -299,5 +299,6 @@ def _with_dtype(aval: Aval, dtype: np.dtype[Any]) -> Any:
 
 
 def _number(scalar: float, aval: Aval, precision: Precision) -> Any:
-    number = np.float32(scalar).astype(precision.name).astype(precision.dtype)
+    with np.errstate(over="ignore"):  # inf where it is beyond the range, as in an array
+        number = np.float32(scalar).astype(precision.name).astype(precision.dtype)
     return jaxprs.literal(number, _with_dtype(aval, precision.dtype))
