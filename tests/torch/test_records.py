@@ -186,3 +186,22 @@ def test_of_several_optimizers_a_culprit_tells_whose():
     scaler.update()
     assert set(scaler.last_step.culprits) == {"optimizers[1].weight", "optimizers[1].bias"}
     assert set(scaler.last_step_of(optimizers[1]).culprits) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_an_overflow_that_unscale_found_has_its_culprits_without_a_step(capturable, zeroed):
+    models = [torch.nn.Linear(2, 2) for _ in range(2)]
+    scaler = ours(model=torch.nn.Sequential(*models), capturable=capturable)
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in models)
+    scaler.scale(models[0](torch.ones(1, 2)).sum() * INF + models[1](torch.ones(1, 2)).sum()).backward()
+    scaler.unscale_(first)
+    scaler.step(second)
+    if zeroed:
+        first.zero_grad()
+    scaler.update()
+    assert scaler.last_step.first_culprits == ("0.bias",)
+    for step in (scaler.last_step, scaler.last_step_of(first)):
+        assert step.skipped
+        assert set(step.culprits) == {"0.weight", "0.bias"}
+    assert scaler.last_step_of(second).culprits == ()

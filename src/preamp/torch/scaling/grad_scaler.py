@@ -145,6 +145,7 @@ class OptimizerState:
         divided: what its gradients were divided by in place.
         failed: what was measured for a step that raised.
         norm: of the gradients when `unscale_` was called, for a guard: they may be clipped by now.
+        culprits: names the parameters whose gradients were not finite then: they may be zeroed by now.
         others: what other code has put here.
     """
 
@@ -159,6 +160,7 @@ class OptimizerState:
     divided: list[Number] = field(default_factory=list)
     failed: FailedStep | None = None
     norm: Number | None = None
+    culprits: Callable[[], Culprits] = Culprits
     others: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
@@ -1296,6 +1298,8 @@ class GradScaler(torch.amp.GradScaler):
             gradients, divisor, device, read=read, norm=True, finite=finite, stats=stats
         )
         state.norm = math.inf if found.norm is None else found.norm / divisor
+        sizes = found.sizes if not read else [] if found.finite else gradients.peaks()
+        state.culprits = partial(self._culprits, optimizer, gradients.parameters, sizes)
         if not read or self._meter.agreement.needed(gradients.meshes):
             overflow = torch.as_tensor(found.finite, device=device).logical_not().to(torch.float32)
             flags = {place: overflow.to(place) for place in flags}
@@ -1382,12 +1386,14 @@ class GradScaler(torch.amp.GradScaler):
         """Return what is known of an optimizer whose gradients other code than `step` has checked."""
         stats, scale = self._policy_stats_before(state), self._loss_scale.snapshot()
         finite: bool | Tensor
+        named = state.culprits
         if isinstance(scale, Tensor):
             finite = none_is_set(state.found_inf_per_device, scale.device)
         else:
             finite, stats = _flags_are_clear(state), stats and stats.read()
+            named = partial(Culprits, *(() if finite else named()))
         stepped = state.stage is OptState.STEPPED
-        return MeasuredGradients(scale, finite, state.norm, stats=stats, stepped=stepped)
+        return MeasuredGradients(scale, finite, state.norm, culprits=named, stats=stats, stepped=stepped)
 
     # The scale and the record.
 
