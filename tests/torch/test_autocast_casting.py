@@ -3,6 +3,7 @@
 import copy
 import re
 from collections import namedtuple
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp import casting
 from preamp.arrays import torch_compat as compat
@@ -603,6 +605,61 @@ def test_python_operators_are_refused_as_what_they_compute(way, operation):
         run_in(way, make, operation)(torch.rand(4, 4).bfloat16())
 
 
+def _add(x):
+    x += 1.0
+
+
+WRITING = {
+    "add": [_add, lambda x: x.add_(1.0)],
+    "clamp": [lambda x: x.clamp_(0.0), lambda x: x.clip_(0.0)],
+    "div": [lambda x: x.__itruediv__(2.0), lambda x: x.divide_(2.0)],
+    "dropout": [nn.Dropout(inplace=True)],
+    "exp": [torch.exp_],
+    "hardtanh": [nn.ReLU6(inplace=True)],
+    "leaky_relu": [nn.LeakyReLU(inplace=True)],
+    "masked_fill": [lambda x: x.masked_fill_(x > 0.5, 0.0)],
+    "relu": [nn.ReLU(inplace=True), torch.ops.aten.relu_],
+    "silu": [lambda x: F.silu(x, inplace=True)],
+}
+
+
+@quick_ways
+@pytest.mark.parametrize("name", WRITING)
+def test_what_is_refused_is_refused_in_place_and_other_rules_leave_that_alone(way, name):
+    for write in WRITING[name]:
+        with pytest.raises(UsageError if way == "eager" else Exception, match=r"is refused|\(UsageError\)"):
+            run_in(way, partial(autocast, "cpu", casting=EDIT.refuse(name)), write)(torch.rand(4, 4))
+        x = torch.rand(4, 4)
+        run_in(way, partial(autocast, "cpu", BRAIN, casting=EDIT.lower(name)), write)(x)
+        assert x.dtype is FULL
+
+
+@pytest.mark.parametrize("name", torch.special.__all__)
+def test_functions_of_special_follow_the_rules_of_what_they_run(name):
+    function, x = getattr(torch.special, name), torch.rand(4) + 3.0
+    for arguments in ((x,), (x, x), (2, x), (x, 0)):
+        with suppress(RuntimeError, TypeError), Ran() as ran:
+            function(*arguments)
+            break
+    with (
+        autocast("cpu", casting=EDIT.refuse(*filter(operators._is_name, ran.names))),
+        pytest.raises(UsageError, match="is refused"),
+    ):
+        function(*arguments)
+
+
+class Ran(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
 Pair = namedtuple("Pair", "a b")
 
 
@@ -637,6 +694,7 @@ MEANT = {
     "__add__": "is a method, and tables name operators. Write 'add'.",
     "__rmatmul__": "is a method, and tables name operators. Write 'matmul'.",
     "__iadd__": "never goes through autocast: .*Write 'add'.",
+    "special.psi": "is a function, and tables name operators. Write 'digamma'.",
     "relu_": "never goes through autocast: .*Write 'relu'.",
     "aten.mm.default": "is one overload of an operator, .*Write 'mm'.",
     "torch.ops.aten.mm.out": "is one overload of an operator, .*Write 'mm'.",

@@ -103,6 +103,7 @@ COMPOSED: dict[str, str] = {
     "rdiv": "reciprocal div",
     "rms_norm": "_fused_rms_norm pow rsqrt",
     "rsub": "sub",
+    "special_ndtr": "erf",
     "softmax": "_softmax",
     "subtract": "sub",
     "tensordot": "mm",
@@ -126,6 +127,15 @@ COMPUTING = """
 # the others to sizes and strings, too.
 METHODS = {"**": "__pow__", "@": "__matmul__", "/": "__truediv__"}
 DUNDER = {"floordiv": "floor_divide", "mod": "remainder", "rtruediv": "rdiv", "truediv": "div"}
+# The operators that functions of `torch.special` call under another name than their own.
+SPECIAL = {
+    "expit": "sigmoid",
+    "gammainc": "igamma",
+    "gammaincc": "igammac",
+    "gammaln": "lgamma",
+    "multigammaln": "mvlgamma",
+    "psi": "digamma",
+}
 TABLES = {"cpu": casting.CPU, "cuda": casting.CUDA}
 NEAREST = 3
 PATH = re.compile(r"(?!__)[\w.*?\[\]-]*\w[\w.*?\[\]-]*")
@@ -182,8 +192,13 @@ def functions() -> dict[Callable[..., Any], str]:
 
 
 def _operator_of(name: str) -> str:
-    name = name.removeprefix("special_")
+    if name.startswith("special_"):
+        inner = name.removeprefix("special_")
+        inner = SPECIAL.get(inner, inner)
+        return inner if inner in _names() else name
     if name.startswith("__") and name.endswith("__"):
+        if name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"):  # such as "__iadd__"
+            return f"{_operator_of(f'__{name[3:]}')}_"
         inner = DUNDER.get(name.strip("_"), name.strip("_"))
         return inner if inner in _names() or inner in COMPOSED else inner.removeprefix("r")
     return name
@@ -294,7 +309,8 @@ def overloads(name: str) -> tuple[str, ...]:
 
 def _without_prefix(name: str) -> str:
     prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
-    return name.removeprefix(prefix)
+    name = name.removeprefix(prefix)
+    return _operator_of(name) if name.startswith("special_") else name
 
 
 def _is_name(name: str) -> bool:
@@ -347,13 +363,10 @@ def _unknown(written: str) -> str:
         )
     found = _found_in_python(name)
     operator = functions().get(found, "") if callable(found) else ""
-    in_place = base if base.startswith("__") else base.removesuffix("_")
-    if name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"):  # such as "__iadd__"
-        in_place = _operator_of(f"__{name[3:]}")
-    if base in _names() or in_place != base:
-        instead = (
-            repr(in_place) if _is_name(in_place) else "the name of an operator that returns a new tensor"
-        )
+    called = _operator_of(base)
+    if base in _names() or (called.endswith("_") and not called.endswith("__")):
+        called = called.removesuffix("_")
+        instead = repr(called) if _is_name(called) else "the name of an operator that returns a new tensor"
         return (
             f"{written!r} never goes through autocast: it works in place, takes a dtype or takes no tensors. "
             f"Write {instead}."

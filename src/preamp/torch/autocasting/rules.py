@@ -178,7 +178,8 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
             changed[name] = action
     if operators.PADDING & _edited(edits).keys() and "pad" not in changed:
         changed["pad"] = "padding"
-    return changed
+    # What is written in place keeps its dtype, whatever the rule; but it can be refused.
+    return changed | {f"{name}_": action for name, action in changed.items() if action == "refuse"}
 
 
 def _edited(edits: Edits) -> dict[str, Rule]:
