@@ -497,6 +497,9 @@ def test_what_was_lost_to_zero_is_accused_whatever_the_loss_scale(scale: float) 
     assert "became zero: log" in found.rows[0].reason
 
 
+TRIANGLE = torch.ones(4).masked_fill(torch.arange(4) < 2, 0.0)
+
+
 def with_data(value: float) -> Tensor:
     x = torch.randn(8, 4)
     x[3] = value
@@ -516,7 +519,15 @@ def with_data(value: float) -> Tensor:
         (0.0, lambda y: y / y, "loss is nan .*: div .* makes NaN first"),
         (0.0, lambda y: y.square().log().abs(), "loss is inf .*: log .* makes inf first"),
         (math.nan, lambda y: y, "loss is nan .*: what linear .* is given has NaN\\."),
+        (0.0, lambda y: (y + 1) / torch.zeros(4), "loss is nan .*: div .* makes inf first"),
+        (0.0, lambda y: y.relu() * y.relu().log(), "loss is nan .*: log .* makes inf first"),
         (0.0, lambda y: y.masked_fill(y == 0, -math.inf).softmax(-1), "loss is nan .*: softmax .* makes NaN"),
+        (math.inf, lambda y: y, "loss is nan .*: what linear .* is given has inf\\."),
+        (
+            1.0,
+            lambda y: F.cross_entropy(y / TRIANGLE, torch.full((8,), -100)),
+            "loss is nan .*: cross_entropy_loss .* makes NaN first",  # of no targets, whatever the mask
+        ),
     ],
 )
 @BOTH
@@ -528,6 +539,7 @@ def test_what_is_not_finite_in_float32_as_well_is_said_and_nobody_is_accused(
     found = blame(loss, model=model, dtype=dtype)
     assert re.search(f"The {said}", found.not_finite)
     assert "in float32 as well" in found.summary()
+    assert "+nan" not in found.summary()
     assert not found.guilty
     assert all(math.isnan(row.effect) for row in found.rows)
     with pytest.raises(UsageError, match="No table can help"):

@@ -222,7 +222,6 @@ class Blame:
         """Return what was found, as sentences."""
         size = max(abs(self.float32_loss), 1e-30)
         change = (self.loss - self.float32_loss) / size
-        predicted = (self.predicted_loss - self.float32_loss) / size
         found = self.guilty
         if self.not_finite:
             verdict = self.not_finite
@@ -243,11 +242,12 @@ class Blame:
             compared = "that could be compared " if any(FAILED in note for note in self.notes) else ""
             verdict = f"No operator {compared}loses more than is expected in {self.dtype}."
         scale = "" if self.loss_scale == 1 else f" with the loss scale {self.loss_scale:g}"
-        error = self.gradient_error
+        predicted, error = (self.predicted_loss - self.float32_loss) / size, self.gradient_error
         return (
-            f"{verdict} Loss: {self.loss:.6g} in {self.dtype}{scale}, {self.float32_loss:.6g} in float32; "
-            f"relative difference {change:+.1e}, predicted {predicted:+.1e}."
-            + ("" if math.isnan(error) else f" Predicted relative error of the gradients: {error:.1e}.")
+            f"{verdict} Loss: {self.loss:.6g} in {self.dtype}{scale}, {self.float32_loss:.6g} in float32"
+            + ("" if math.isnan(change) else f"; relative difference {change:+.1e}")
+            + ("" if math.isnan(change + predicted) else f", predicted {predicted:+.1e}")
+            + ("." if math.isnan(error) else f". Predicted relative error of the gradients: {error:.1e}.")
         )
 
     @property

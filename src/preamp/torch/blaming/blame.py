@@ -234,7 +234,7 @@ class Step:
         recorder, losses = self._recorded(None, 1.0, search=search, in_float32=True)
         as_well = "in float32 as well, so precision is not the cause"
         if not math.isfinite(loss) and search.origin is not None:
-            what, maker, inputs = search.origin
+            what, maker, inputs, _ = search.origin
             who = maker_in_words(maker)
             does = f"{who} makes {what} first" if inputs else f"what {who} is given has {what}"
             return f"The loss is {loss} {as_well}: {does}.", maker

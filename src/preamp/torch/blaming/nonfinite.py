@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +14,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from preamp.torch.blaming.calls import raised
 from preamp.torch.blaming.saved import memory_of
 from preamp.torch.blaming.tallies import Place, peak_of
+
+# What an inf that the program itself writes, such as that of a mask, is written with.
+WRITING = ("fill", "full", "full_like", "index_fill", "masked_fill", "new_full", "setitem", "where")
 
 
 class Unrepaired(NamedTuple):
@@ -30,14 +33,26 @@ class Unrepaired(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a tensor in float32 comes from: what it has, "inf", "NaN" or "", who made it, and of what.
+    """Where a tensor in float32 comes from.
 
-    A tensor that the step did not make has no inputs, and the first call that uses it as its maker.
+    Attributes:
+        what: it has: "inf", "NaN" or "".
+        maker: who made it or, if the step did not, the first call that uses it.
+        inputs: of which it was made; none if the step did not make it.
+        was_inf: whether it is NaN because an input has inf.
     """
 
     what: str
     maker: Place
     inputs: Sequence[Origin]
+    was_inf: bool = False
+
+    def first(self, what: str) -> Origin:
+        """Return where the inf or NaN in it comes from."""
+        origin = self
+        while before := next((each for each in origin.inputs if each.what == what), None):
+            origin = before
+        return origin
 
 
 class Search:
@@ -115,14 +130,23 @@ class Search:
         copies: Sequence[Tensor],
         results: Sequence[Tensor],
         made: Sequence[Tensor],
+        without_inf: Callable[[], Sequence[Tensor]],
     ) -> None:
-        """Note who made which tensors of the program, of what, and what they are in float32."""
+        """Note who made which tensors of the program, of what, and what they are in float32.
+
+        The last argument makes them of inputs without inf: then NaN is the call's own, and an inf that it was
+        given is harmless, as that of a mask.
+        """
         origins = [
             self._origins.get(tensor) or Origin(what_is_in(copy), maker, ())
             for tensor, copy in zip(inputs, copies, strict=True)
         ]
+        given = {each.what for each in origins}
         for result, value in zip(results, made, strict=True):
-            self._origins[result] = Origin(what_is_in(value), maker, origins)
+            what = what_is_in(value)
+            was_inf = what == "NaN" and "inf" in given and "NaN" not in given
+            was_inf = was_inf and "NaN" not in map(what_is_in, without_inf())
+            self._origins[result] = Origin(what, maker, origins, was_inf)
 
     def arrive(self, loss: Tensor) -> None:
         """Note who made what is not finite in the loss."""
@@ -131,9 +155,9 @@ class Search:
         origin = self._origins.get(loss)
         if origin is None:
             return
-        while before := next((each for each in origin.inputs if each.what == origin.what), None):
-            origin = before
-        self.origin = origin
+        self.origin = origin = origin.first(origin.what)
+        if origin.was_inf and (inf := origin.first("inf")).maker.operator.strip("_") not in WRITING:
+            self.origin = inf
 
     def watch(self, results: Sequence[Tensor], call: object) -> None:
         """Look at the gradients that a call's part of autograd's graph makes."""

@@ -638,7 +638,16 @@ class Recorder(TorchFunctionMode):
                 search.watch(made["here"].results, call)
             elif search:
                 maker = self._place(func)
-                search.note(maker, tensors, made["exact"].inputs, own, made["exact"].results)
+                copies = made["exact"].inputs
+
+                def without_inf() -> list[Tensor]:
+                    if written is not None:  # what it was given is gone
+                        return []
+                    ones = [copy.nan_to_num(posinf=1.0, neginf=-1.0) for copy in copies]
+                    _set_random_states(self.device_type, before)
+                    return _tracked(_called(func, _raised(leaves, inputs, ones), spec))
+
+                search.note(maker, tensors, copies, own, made["exact"].results, without_inf)
                 search.watch(made["here"].results, maker)
             if written is not None:
                 target.copy_(lows[written])
@@ -717,8 +726,7 @@ class Recorder(TorchFunctionMode):
                 given = copies[0] if copies else leaves[0]  # integers have no copies
                 result = results[0]
                 return _Made(copies, [given.to(result.device, _raised_dtype(result.dtype), copy=True)])
-            filled = _filled(leaves, inputs, copies)
-            filled = [torch.float32 if _is_low(leaf) else leaf for leaf in filled]
+            filled = _raised(leaves, inputs, copies)
             saved: AbstractContextManager[None] = nullcontext()
             if gradients:
                 saved = self.saved.here() if world is self.here else self.saved.there(copies)
@@ -904,6 +912,11 @@ def _filled(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any])
     for at, value in zip(places, values, strict=True):
         filled[at] = value
     return filled
+
+
+def _raised(leaves: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """Return `_filled`, with float32 where the program names a low precision."""
+    return [torch.float32 if _is_low(leaf) else leaf for leaf in _filled(leaves, places, values)]
 
 
 def _tracked(value: object) -> list[Tensor]:
