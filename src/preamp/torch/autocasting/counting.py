@@ -148,7 +148,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         ]
         rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
         self._keep_uses()
-        shared = summed_low(self._most_uses, self._low, "in one region") if self._low else ()
+        shared = summed_low(self._most_uses, self._low, "one region") if self._low else ()
         return CastReport(rows, [*_overflowed(rows), *shared, *self._repeated(), *stayed(rows)])
 
     def count(

@@ -104,9 +104,9 @@ def summed_low(uses: Mapping[str, int], low: torch.dtype, where: str) -> Iterato
         name = max(often, key=lambda name: (often[name], name))
         others = f" and of {len(often) - 1} more" if len(often) > 1 else ""
         yield (
-            f"PyTorch's cache has one cast for all uses of a weight, so the gradients of {name}, with "
-            f"{often[name]:,} uses {where},{others} add up in {str(low).removeprefix('torch.')}: write "
-            "autocast(..., cache_enabled=False) to add them up in float32."
+            f"In one plain region, such as torch.autocast's, the gradients of {name}, with {often[name]:,} "
+            f"uses in {where},{others} add up in {str(low).removeprefix('torch.')}: its cache has one cast "
+            "for all uses. With casting=, emulate=True or cache_enabled=False they add up in float32."
         )
 
 

@@ -39,7 +39,6 @@ HALF = (
     "Some weights are in low precision themselves. Emulated products return float32, so what follows them "
     "runs in float32, unlike in the program. Write emulate=False (--cast)."
 )
-SAME_REGION = "in the step, if that is one region"
 ATTEMPTS = 4  # to find a loss scale with which nothing overflows
 
 
@@ -183,7 +182,7 @@ class Step:
         return [
             *([HALF] if is_low else []),
             *([REPAIRED] if recorder.repaired else []),
-            *([] if self._dtype in FLOAT8 else summed_low(recorder.uses, self._dtype, SAME_REGION)),
+            *([] if self._dtype in FLOAT8 else summed_low(recorder.uses, self._dtype, "the step")),
             *recorder.failures,
         ]
 
