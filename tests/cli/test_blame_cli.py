@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
-import torch
 
-import preamp
 from preamp.autocasting.tables import Casting
 from preamp.cli.app import app
 from preamp.cli.lab.compared import PrecisionRun, run_apart
 from preamp.errors import PreampError
-from preamp.torch import autocast
 
 MODELS = """
 import jax, jax.numpy as jnp, torch
@@ -196,15 +194,12 @@ def test_a_step_that_runs_only_under_autocast_is_run_under_it(run, command, tabl
 @pytest.mark.parametrize(
     ("step", "name", "edited"), [("by_parts", "whole", "head.down"), ("step", "net", "down")]
 )
-def test_a_table_loads_by_the_line_that_tune_prints(run, step, name, edited):
+def test_the_lines_that_tune_prints_run_as_they_are(run, step, name, edited):
     _, text = run("tune", f"steps.py:{step}", "--dtype", "float16", "--out", "t.json")
-    *_, table, line = text.splitlines()
-    steps = {"json": json, "preamp": preamp, "autocast": autocast, "torch": torch, "Path": Path}
-    exec(compile(Path("steps.py").read_text(), "steps.py", "exec"), steps)
-    exec(table, steps)
-    assert [edit["modules"] for edit in steps["table"].to_dict()["edits"]] == [[edited]]
-    assert f"model={name})" in line
-    exec(line, steps)
+    program = {name: runpy.run_path("steps.py")[name]}
+    exec(text.partition("To train with it:")[2], program)
+    assert [edit["modules"] for edit in program["table"].to_dict()["edits"]] == [[edited]]
+    assert text.rstrip().endswith(f"model={name}): ...")
 
 
 def test_the_float32_run_is_float32_and_names_the_lines_that_ask_for_another(run):
@@ -218,11 +213,15 @@ def test_the_float32_run_is_float32_and_names_the_lines_that_ask_for_another(run
 
 
 def test_tune_tunes_jax(run):
-    status, _ = run(
+    status, text = run(
         "tune", "steps.py:in_jax", "--framework", "jax", "--dtype", "float16", "--out", "x/t.json"
     )
     assert status == 0
     assert json.loads(Path("x/t.json").read_text())["edits"]
+    loss, *arguments = runpy.run_path("steps.py")["in_jax"]()
+    program = {"loss": loss}
+    exec(text.partition("To train with it:")[2], program)
+    assert program["loss"](*arguments).dtype == "float32"
 
 
 @pytest.mark.parametrize(

@@ -592,8 +592,10 @@ def tune(
         out.print(f"\n{calls} calls of {target}, the mean loss of the last tenth:", soft_wrap=True)
         print_table(table(runs))
         print_lines(sentences(runs))
-    out.print(f"The table is in {out_file}. To train with it, import autocast from preamp.{framework}:")
-    print(f'table = preamp.casting.Casting.from_dict(json.loads(Path("{out_file}").read_text()))')
+    out.print(f"The table is in {out_file}. To train with it:\n")
+    print("import json\nfrom pathlib import Path\n" + "\nimport torch\n" * (framework == "torch"))
+    print(f"from preamp import casting\nfrom preamp.{framework} import autocast\n")
+    print(f'table = casting.Casting.from_dict(json.loads(Path("{out_file}").read_text()))')
     print(use)
     return 0 if found.solved else 1
 
