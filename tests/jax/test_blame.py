@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +25,7 @@ from preamp.jax.autocasting.transform import region
 from preamp.jax.blaming import step as steps
 from preamp.jax.blaming.operations import Operation
 
-from .blamed import HIDDEN, PARAMS, Loss, X, attention, cross_entropy, perceptron
+from .blamed import EXAMPLES, HIDDEN, PARAMS, Loss, X, attention, cross_entropy, perceptron
 from .injections import measured_effects
 
 FACTOR = 3.0
@@ -315,16 +316,57 @@ def test_a_module_that_does_not_exist_is_a_warning_at_the_line_of_the_call() -> 
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("emulate", [False, True])
-def test_a_gradient_that_is_nan_in_float32_as_well_is_laid_to_what_gives_nan_there(emulate: bool) -> None:
-    def norms(p: Any, x: Any) -> Any:
-        return jnp.mean(jnp.sqrt(jnp.sum(jnp.square(x @ p["up"]), -1)))  # the slope of a root at 0
+AT = "in float32 as well, so precision is not the cause: {} makes {} first."
+NOT_FINITE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "an exponential": (lambda h: jnp.exp(1000 * h), f"The loss is inf {AT.format('exp', 'inf')}"),
+    "a division": (lambda h: h / jnp.zeros(HIDDEN), f"The loss is nan {AT.format('div', 'inf')}"),
+    "0 / 0": (lambda h: 0 * h / jnp.zeros(HIDDEN), f"The loss is nan {AT.format('div', 'NaN')}"),
+    "a mask of everything": (
+        lambda h: jax.nn.softmax(jnp.where(h > jnp.inf, h, -jnp.inf)),
+        f"The loss is nan {AT.format('sub', 'NaN')}",
+    ),
+    "a mask before an overflow": (
+        lambda h: jnp.exp(jnp.where(h > 0, 1000 * h, -jnp.inf)),
+        f"The loss is inf {AT.format('exp', 'inf')}",
+    ),
+    "an argument": (
+        lambda h: h * jnp.nan,
+        "The loss is nan in float32 as well, so precision is not the cause: what mul is given has NaN.",
+    ),
+    "a root at 0": (
+        lambda h: jnp.sqrt(jnp.sum(jnp.square(0 * h), -1)),
+        f"The gradient of params['up'] has NaN {AT.format('the backward pass of sqrt', 'inf')}",
+    ),
+    "a norm of 0, which is jitted": (
+        lambda h: jnp.linalg.norm(0 * h, axis=-1),
+        f"The gradient of params['up'] has NaN {AT.format('the backward pass of sqrt', 'inf')}",
+    ),
+    "a root behind a where": (
+        lambda h: jnp.where(h > 0, jnp.sqrt(h), 0),
+        f"The gradient of params['up'] has NaN {AT.format('sqrt', 'NaN')}",
+    ),
+}
 
-    found = blame(norms, PARAMS, X.at[3].set(0), dtype="float16", emulate=emulate)
+
+@pytest.mark.parametrize("emulate", [False, True])
+@pytest.mark.parametrize("case", NOT_FINITE)
+def test_what_is_not_finite_in_float32_as_well_is_laid_to_what_makes_it_first(
+    case: str, emulate: bool
+) -> None:
+    function, says = NOT_FINITE[case]
+    params = {"up": PARAMS["up"]}
+    found = blame(lambda p, x: jnp.mean(function(x @ p["up"])), params, X, dtype="float16", emulate=emulate)
+    assert re.sub(r" at test_blame.py:\d+", "", found.not_finite) == says
+    assert found.summary().startswith(found.not_finite)
     assert not found.guilty
-    (note,) = (it for it in found.notes if "NaN" in it)
-    assert note.startswith("The gradient of params['up'] is NaN in float32 as well")
-    assert f"mul at test_blame.py:{norms.__code__.co_firstlineno + 1} gives NaN first" in note
+    assert not found.notes
+
+
+def test_an_infinite_mask_is_finite_where_it_counts() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean(jax.nn.softmax(jnp.where(jnp.tri(EXAMPLES, HIDDEN) > 0, x @ p["up"], -jnp.inf)) * x)
+
+    assert not blame(loss, {"up": PARAMS["up"]}, X).not_finite
 
 
 MASKS: dict[str, Callable[[Any, Any, float], Any]] = {

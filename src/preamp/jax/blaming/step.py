@@ -18,14 +18,16 @@ from preamp.autocasting.tables import Casting
 from preamp.checks import positive, shown
 from preamp.errors import UsageError
 from preamp.jax import jaxprs
+from preamp.jax.autocasting.counting import LAYOUT
 from preamp.jax.autocasting.flax_objects import attribute_name, pure
 from preamp.jax.autocasting.gradients import with_float32_gradients
 from preamp.jax.autocasting.module_scopes import module_scopes, scoped_method
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.autocasting.transform import region, rewritten
 from preamp.jax.blaming.effects import GRADIENTS, LOSS, measure, seed
+from preamp.jax.blaming.operations import Operation
 from preamp.jax.blaming.rows import errors_of, low_flops, owners_of, rows_of
-from preamp.jax.blaming.tape import BackwardOverflow, Node, Tape, Variable
+from preamp.jax.blaming.tape import BackwardOverflow, Node, Tape, Variable, what_is_in
 from preamp.jax.jaxprs import ClosedJaxpr
 from preamp.jax.scaling.differentiation import pulled_back, refuse_stateful
 from preamp.jax.trees import kind_of
@@ -122,26 +124,33 @@ def rehearsed(
         positive("loss_scale", loss_scale, "loss_scale=None")
     step = traced(loss_fn, params, args, kwargs, settings)
     tape, results, scale = run(step, settings, loss_scale)
-    loss, float32_loss = float(results[0].value), step.float32_loss()
-    if math.isnan(loss) and not math.isnan(float32_loss):
+    in_float32 = Tape(in_float32=True, traces=True)
+    exact_loss = step.float32_loss(in_float32)
+    loss, float32_loss, not_finite = float(results[0].value), float(exact_loss.value), ""
+    if any(what_is_in(each.value) for each in (exact_loss, *results)):
+        not_finite = _not_finite_in_float32(step, in_float32, exact_loss)
+    if not_finite:  # then nothing is accused
+        for call in tape.calls:
+            call.overflowed = 0
+    elif math.isnan(loss):
         tape = Tape(without_nan=True)
         results = tape.run(step.program, step.operands(tape, scale))
     overflowed = [call for call in tape.calls if call.overflowed and not call.is_backward]
     if overflowed and _are_equal(results, Tape(repairs=False).run(step.program, step.operands(tape, scale))):
         for call in overflowed:  # nothing depends on it, as behind a mask
             call.overflowed = 0
-    lowered = loss_scale is None and settings.dtype == jnp.float16 and scale != FIRST_SCALE
+    lowered = loss_scale is None and settings.dtype == jnp.float16 and scale != FIRST_SCALE and not not_finite
     notes = [f"The loss scale is {scale:g}: gradients overflow with {FIRST_SCALE:g}."] if lowered else []
     if any(call.overflowed for call in tape.calls):
         notes.append("What overflowed was replaced by the largest number of its precision, to go on.")
-    if any(np.isnan(each.value).any() for each in results):
-        notes += _nan_in_float32(step, tape, scale)
     size = abs(float32_loss) if float32_loss and math.isfinite(float32_loss) else 1.0
     weights = list(map(weight_of, step.params))
     norm = _seed(results, weights, scale)
     del results  # which the derivative does not need
     owners = owners_of(tape.calls, settings)
     rows = rows_of(tape, owners, measure(tape), size)
+    if not_finite:
+        rows = [replace(row, effect=math.nan) for row in rows]
     exact = cache(partial(step.gradients, tape, scale))
     if math.hypot(*(row.effect for row in rows)) > MISLEADING:
         exact_norm = _norm(exact(), weights, scale)
@@ -152,7 +161,7 @@ def rehearsed(
         return zip(map(_difference, changed, exact()), step.names, strict=True)
 
     found = Blame(
-        rows=ranked(rows, float(jnp.finfo(settings.dtype).eps) / 2, emulated=False),
+        rows=rows if not_finite else ranked(rows, float(jnp.finfo(settings.dtype).eps) / 2, emulated=False),
         dtype=settings.dtype.name,
         loss=loss,
         float32_loss=float32_loss,
@@ -161,6 +170,7 @@ def rehearsed(
         notes=(*notes, *tape.notes),
         flops=tape.flops,
         low_flops=low_flops(tape.calls, owners),
+        not_finite=not_finite,
     )
     return found, differences
 
@@ -185,10 +195,10 @@ class Step(NamedTuple):
         seed = Variable(jnp.float32(scale), Node(is_backward=True))
         return [*map(tape.constant, self.arrays), seed]
 
-    def float32_loss(self) -> float:
-        """Return the loss in float32."""
-        tape, wanted = Tape(in_float32=True), [True] + [False] * len(self.params)
-        return float(tape.run(self.program, self.operands(tape, 1.0), wanted=wanted)[0].value)
+    def float32_loss(self, tape: Tape) -> Variable:
+        """Return the loss in float32, on a tape for it."""
+        wanted = [True] + [False] * len(self.params)
+        return tape.run(self.program, self.operands(tape, 1.0), wanted=wanted)[0]
 
     def gradients(
         self, followed: Tape, scale: float, errors: Mapping[int, Sequence[Any]] | None = None
@@ -331,17 +341,46 @@ def _are_equal(one: Sequence[Variable], other: Sequence[Variable]) -> bool:
     return all(np.array_equal(a.value, b.value) for a, b in zip(one, other, strict=True))
 
 
-def _nan_in_float32(step: Step, followed: Tape, scale: float) -> list[str]:
-    """Return a note on the loss or gradients that are NaN in float32 as well, if they are."""
-    tape = Tape(in_float32=True, follows=followed)
-    loss, *gradients = (each.value for each in tape.run(step.program, step.operands(tape, scale)))
-    bad = [name for name, each in zip(step.names, gradients, strict=True) if np.isnan(each).any()]
-    if not bad and not np.isnan(loss):
-        return []
-    what = f"The gradient of {bad[0]}" if bad else "The loss"
-    return [
-        f"{what} is NaN in float32 as well, so precision is not the cause: {tape.first_nan} gives NaN first."
-    ]
+def _not_finite_in_float32(step: Step, tape: Tape, loss: Variable) -> str:
+    """Return what is inf or NaN in float32 and what makes it first, as a sentence; "" if nothing is.
+
+    Args:
+        step: any.
+        tape: what ran the loss in float32, and nothing else.
+        loss: what it returned.
+    """
+    forward = tape.operations
+    if what_is_in(loss.value):
+        return _as_well(f"The loss is {float(loss.value)}", loss, forward)
+    gradients = tape.run(step.program, step.operands(tape, 1.0))[1:]
+    pairs = zip(step.names, gradients, strict=True)
+    bad = [(name, each, what) for name, each in pairs if (what := what_is_in(each.value))]
+    if not bad:
+        return ""
+    name, gradient, what = bad[0]
+    more = f" and of {len(bad) - 1} more" if len(bad) > 1 else ""
+    return _as_well(f"The gradient of {name}{more} has {what}", gradient, forward)
+
+
+def _as_well(says: str, result: Variable, forward: Sequence[Operation]) -> str:
+    """Return the sentence on a result that is not finite in float32.
+
+    Args:
+        says: what it has.
+        result: of the step.
+        forward: the operations that the loss needs; the derivative of one has its traceback.
+    """
+    says = f"{says} in float32 as well, so precision is not the cause"
+    if result.origin is None:
+        return f"{says}."
+    what, operation, is_given = result.origin
+    who = f"{operation.name} at {operation.source}"
+    if operation not in forward:
+        within = operation.equation.source_info.traceback
+        named = (it for it in forward if not it.is_cast and it.name not in LAYOUT)
+        first = next((it for it in named if it.equation.source_info.traceback == within), operation)
+        who = f"the backward pass of {first.name} at {operation.source}"
+    return f"{says}: what {who} is given has {what}." if is_given else f"{says}: {who} makes {what} first."
 
 
 def _norm(gradients: Sequence[Any], weights: Sequence[float], scale: float) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +55,16 @@ class Variable:
     Args:
         value: an array.
         node: its place; None for a new one, which no call returned.
+
+    Attributes:
+        origin: of what is not finite in it, where a tape traces that.
     """
 
-    __slots__ = ("_kept", "node", "value")
+    __slots__ = ("_kept", "node", "origin", "value")
 
     def __init__(self, value: Any, node: Node | None = None) -> None:
         self.value, self.node, self._kept = value, node or Node(), None
+        self.origin: Origin | None = None
 
     def kept(self) -> Any:
         """Return the value for the derivative; one that was rounded, in the precision that it has."""
@@ -101,6 +105,20 @@ class Stack:
 
 
 Runs: TypeAlias = Operation | Unstack | Stack
+
+
+class Origin(NamedTuple):
+    """Where inf and NaN come from.
+
+    Attributes:
+        what: "inf" or "NaN".
+        operation: what makes it first, of finite numbers, or NaN of an inf that the program is given.
+        is_given: whether the operation is given it, by the program's arguments or constants.
+    """
+
+    what: str
+    operation: Operation
+    is_given: bool
 
 
 class Call:
@@ -155,6 +173,7 @@ class Tape:
         stops: raise `BackwardOverflow` at the first overflow of the backward pass.
         repairs: replace what overflows by the largest number of its precision.
         without_nan: replace what is not a number, though its inputs are, by 0.
+        traces: note the origin of what is not finite; only in float32.
         follows: the tape whose branches and numbers of turns are taken, so that the same evaluations run in
             the same order; None to decide anew.
         errors: by the index of a call of that tape, what to add to each of its results that is floating or
@@ -166,7 +185,6 @@ class Tape:
         flops: the floating-point operations of the forward pass's products.
         notes: sentences about what could not be compared with float32.
         decisions: which branches were taken, and whether loops went on, in order.
-        first_nan: in float32, the operator that gave NaN first, and its line; None if none did.
     """
 
     def __init__(
@@ -176,6 +194,7 @@ class Tape:
         stops: bool = False,
         repairs: bool = True,
         without_nan: bool = False,
+        traces: bool = False,
         follows: Tape | None = None,
         errors: Mapping[int, Sequence[Any]] | None = None,
     ) -> None:
@@ -183,9 +202,8 @@ class Tape:
         self.count = self.flops = 0
         self.notes: dict[str, None] = {}
         self.decisions: list[int] = []
-        self.first_nan: str | None = None
         self._in_float32, self._stops, self._without_nan = in_float32, stops, without_nan
-        self._repairs = repairs
+        self._repairs, self._traces = repairs, traces
         self._followed = None if follows is None else iter(follows.decisions)
         self._errors = errors or {}
         self._operations: dict[tuple[int, str, str], tuple[Equation, Operation]] = {}
@@ -214,7 +232,8 @@ class Tape:
         equations = [each for each in jaxprs.alive(jaxpr.eqns, results) if each.outvars]  # others print
         for equation, unneeded in zip(equations, _last_used(equations, results), strict=True):
             given = [self._read(atom, known) for atom in equation.invars]
-            known.update(zip(equation.outvars, self._visit(equation, given, at), strict=True))
+            used = [atom not in unneeded for atom in equation.outvars]
+            known.update(zip(equation.outvars, self._visit(equation, given, at, used), strict=True))
             for atom in unneeded:
                 known.pop(atom, None)
         unused = Variable(None)
@@ -234,9 +253,10 @@ class Tape:
         number = jaxprs.array_of(atom)
         return Variable(np.asarray(widen(number)) if self._in_float32 else number)
 
-    def _visit(self, equation: Equation, operands: list[Variable], at: tuple[str, str]) -> list[Variable]:
+    def _visit(
+        self, equation: Equation, operands: list[Variable], at: tuple[str, str], wanted: list[bool]
+    ) -> list[Variable]:
         name, params = equation.primitive.name, equation.params
-        wanted = [not jaxprs.drops(atom) for atom in equation.outvars]
         if name == "scan":
             return self._scan(equation, operands, _inside(equation, at), wanted)
         if name == "while":
@@ -296,6 +316,11 @@ class Tape:
         self.decisions.append(decision)
         return decision
 
+    @property
+    def operations(self) -> list[Operation]:
+        """The operations that have run, each once, in order."""
+        return [operation for _, operation in self._operations.values()]
+
     def _operation(self, equation: Equation, at: tuple[str, str]) -> Operation:
         """Return an equation as an operation, the same one in every turn of a loop."""
         key = id(equation), *at
@@ -309,12 +334,12 @@ class Tape:
             return operands
         values = [each.value for each in operands]
         if self._in_float32:
-            if not isinstance(operation, Operation):
-                return list(map(Variable, self._with_errors(operation(*values))))
-            exact = _exact(operation, values)
-            if self.first_nan is None and any(map(_has_nan, exact)):
-                self.first_nan = f"{operation.name} at {operation.source}"
-            return list(map(Variable, self._with_errors(exact)))
+            exact = _exact(operation, values) if isinstance(operation, Operation) else operation(*values)
+            made = list(map(Variable, self._with_errors(exact)))
+            if self._traces:
+                for each in made:
+                    each.origin = _origin(each.value, operation, operands)
+            return made
         results, call = operation(*values), Call(operation, [each.node for each in operands], self.count)
         if isinstance(operation, Operation) and not call.is_backward:
             self.flops += flops_of(operation.equation)
@@ -376,8 +401,34 @@ class Tape:
                     ] = None
 
 
-def _has_nan(value: Any) -> bool:
-    return is_inexact(value) and bool(np.isnan(value).any())
+def what_is_in(value: Any) -> str:
+    """Return "NaN" or "inf" if an array has one, else ""."""
+    if not is_inexact(value) or np.isfinite(value).all():
+        return ""
+    return "NaN" if np.isnan(value).any() else "inf"
+
+
+def _origin(value: Any, operation: Runs, operands: Sequence[Variable]) -> Origin | None:
+    """Return the origin of what is not finite in a result; None if it is finite."""
+    what = what_is_in(value)
+    if not what:
+        return None
+    bad = [(each, kind) for each in operands if (kind := what_is_in(each.value))]
+    if not isinstance(operation, Operation) or (operation.is_cast and bad):
+        return next((each.origin for each, _ in bad if each.origin), None)
+    bad.sort(key=lambda pair: pair[1] != what)  # NaN comes of NaN
+    origins = [each.origin or Origin(kind, operation, is_given=True) for each, kind in bad]
+    origin = next((each for each in origins if each.what == "NaN" or not each.is_given), None)
+    if origin is None and origins and not _makes(what, operation, operands):
+        return origins[0]
+    return origin or Origin(what, operation, is_given=False)
+
+
+def _makes(what: str, operation: Operation, operands: Sequence[Variable]) -> bool:
+    """Return whether an operation that is given inf, as of a mask, makes what it returns by itself."""
+    values = [each.value for each in operands]
+    finite = [jnp.where(jnp.isfinite(each), each, 1) if is_inexact(each) else each for each in values]
+    return what == "NaN" or any(map(what_is_in, _exact(operation, finite)))
 
 
 def refusal(operation: Operation, error: Exception) -> str:
