@@ -41,6 +41,16 @@ def test_what_overflows_is_kept_in_float32_and_the_table_survives_a_file():
     assert max(map(len, str(found).splitlines())) <= 80
 
 
+def test_the_share_of_a_rule_is_of_all_that_it_covers():
+    def two(params):
+        with jax.named_scope("ffn"):
+            hidden = X @ (params["up"] * 1e6)
+        return jnp.mean((hidden @ params["down"] / 1e6) ** 2)
+
+    found = tune(two, PARAMS, dtype="float16")
+    assert [(each.name, each.flops) for each in found.kept] == [("dot_general", found.after.flops)]
+
+
 def test_a_target_is_met():
     error = blame(loss, PARAMS, 1.0).gradient_error
     found = tune(loss, PARAMS, 1.0, target=0.5 * error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from preamp.autocasting.blame import ALLOWED_LOST, Blame, BlameRow
@@ -42,7 +42,7 @@ class Kept:
     Attributes:
         edits: the edits of the table.
         rows: the rows of the step before that accuse it, worst first.
-        flops: the product FLOPs, forward, that run in float32 because of it.
+        flops: the product FLOPs, forward, that it covers in the step before.
     """
 
     edits: tuple[Edit, ...]
@@ -214,6 +214,8 @@ def tune(
         rehearsals += bool(fewer)
         if not _missed(after, target) or (_missed(current, target) and not _is_worse(after, current)):
             kept, current = fewer, after
+    # A rule that was found after others may cover what they do.
+    kept = [replace(each, flops=_flops(_covered(each.edits, before.rows))) for each in kept]
     return Tuning(_with(table, kept), kept, before, current, rehearsals, target, _of_losses(losses))
 
 
@@ -290,7 +292,7 @@ def _cover(blame: Blame, target: float, options: Sequence[Option], useless: set[
         ratios: list[tuple[float, int, Kept]] = []
         for at, (edits, covered) in enumerate(options):
             rows = [row for row in left if row in covered and (edits, _key(row)) not in useless]
-            flops = sum(row.flops for row in covered if row.direction == "forward")
+            flops = _flops(covered)
             cost = PER_RULE + flops / max(1, blame.flops) + PER_VALUE * _values(covered) / _values(blame.rows)
             worth = _worth(rows, found, error, change, target)
             ratios.append((worth / cost, -at, Kept(edits, tuple(rows), flops)))
@@ -323,20 +325,34 @@ def _options(
     ]
     for operator in dict.fromkeys(row.operator.removesuffix("_") for row in wanted):
         if is_operator(operator):
-            covered = [row for row in blame.rows if row.operator.removesuffix("_") == operator]
-            yield (Edit("operators", operator, "float32"),), covered
+            edits = (Edit("operators", operator, "float32"),)
+            yield edits, _covered(edits, blame.rows)
     for module in dict.fromkeys(row.module for row in wanted):
         if not modules or module in ("", OUTSIDE):
             continue
-        inside = [row for row in blame.rows if row.module != OUTSIDE and is_inside(row.module, module)]
         edit = Edit("modules", module, "float32")
+        inside = _covered((edit,), blame.rows)
         yield (edit,), inside
         known = dict.fromkeys([*modules, *(row.module for row in inside)])
         names = [each.removeprefix(f"{module}.") for each in known if each.startswith(f"{module}.")]
         children = dict.fromkeys(f"{module}.{name.partition('.')[0]}" for name in names)
         if children:
             others = tuple(Edit("modules", each, "default") for each in children)
-            yield (edit, *others), [row for row in inside if row.module == module]
+            yield (edit, *others), _covered((edit, *others), inside)
+
+
+def _covered(edits: Sequence[Edit], rows: Sequence[BlameRow]) -> list[BlameRow]:
+    """Return the rows that edits keep in float32."""
+    name = edits[0].name
+    if edits[0].of == "operators":
+        return [row for row in rows if row.operator.removesuffix("_") == name]
+    if len(edits) > 1:  # the others are for what is inside
+        return [row for row in rows if row.module == name]
+    return [row for row in rows if row.module != OUTSIDE and is_inside(row.module, name)]
+
+
+def _flops(rows: Iterable[BlameRow]) -> int:
+    return sum(row.flops for row in rows if row.direction == "forward")
 
 
 def _values(rows: Iterable[BlameRow]) -> int:

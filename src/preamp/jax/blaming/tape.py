@@ -337,8 +337,8 @@ class Tape:
             exact = _exact(operation, values) if isinstance(operation, Operation) else operation(*values)
             made = list(map(Variable, self._with_errors(exact)))
             if self._traces:
-                for each in made:
-                    each.origin = _origin(each.value, operation, operands)
+                for result in made:
+                    result.origin = _origin(result.value, operation, operands)
             return made
         results, call = operation(*values), Call(operation, [each.node for each in operands], self.count)
         if isinstance(operation, Operation) and not call.is_backward:
