@@ -362,6 +362,28 @@ def test_what_is_not_finite_in_float32_as_well_is_laid_to_what_makes_it_first(
     assert not found.notes
 
 
+SMALL = {
+    "log": (jnp.log, "log"),
+    "division": (lambda h: 1 / h, "div"),
+    "root": (lambda h: jnp.sqrt(jnp.sum(h, -1)), "the backward pass of sqrt"),
+}
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_what_rounds_to_zero_is_accused_of_what_breaks(case: str) -> None:
+    function, breaks = SMALL[case]
+
+    def loss(p: Any, x: Any) -> Any:
+        small = (1e-9 * jnp.exp(x @ p["up"])).astype(jnp.float16)
+        return jnp.mean(function(small.astype(jnp.float32)))
+
+    found = blame(loss, {"up": PARAMS["up"]}, X, dtype="float16")
+    (row,) = found.guilty
+    assert (row.operator, row.lost) == ("mul", EXAMPLES * HIDDEN)
+    assert row.breaks.startswith(f"{breaks} at test_blame.py")
+    assert not found.not_finite
+
+
 def test_an_infinite_mask_is_finite_where_it_counts() -> None:
     def loss(p: Any, x: Any) -> Any:
         return jnp.mean(jax.nn.softmax(jnp.where(jnp.tri(EXAMPLES, HIDDEN) > 0, x @ p["up"], -jnp.inf)) * x)

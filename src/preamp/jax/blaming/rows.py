@@ -59,6 +59,7 @@ class _Sums:
     lost: int = 0
     lost_share: float = 0.0
     overflowed: int = 0
+    breaks: str = ""
     peak: float = 0.0
 
     def add(self, call: Call, losses: Sequence[Lost], effects: Sequence[Effect], loss: float) -> None:
@@ -72,6 +73,7 @@ class _Sums:
         self.lost += sum(int(each.count) for each in losses)
         self.lost_share = max(self.lost_share, lost_size / size if size else 0.0)
         self.overflowed += call.overflowed
+        self.breaks = self.breaks or call.breaks
         self.peak = max(self.peak, *(float(each.peak) for each in losses))
 
 
@@ -139,12 +141,13 @@ def _row(key: Key, sums: _Sums, count: int) -> BlameRow:
         part=_PARTS.get(JAX.rules.get(operation.name), "other"),
         calls=len(sums.calls),
         local_error=sums.local_error,
-        effect=math.inf if sums.overflowed else math.sqrt(sums.square),
+        effect=math.inf if sums.overflowed or sums.breaks else math.sqrt(sums.square),
         loss_effect=sums.loss_effect if key.direction == "forward" else 0.0,
         values=sums.values,
         lost=sums.lost,
         lost_share=sums.lost_share,
         overflowed=sums.overflowed,
+        breaks=sums.breaks,
         peak=sums.peak,
         limit=float(jnp.finfo(sums.emulated or stored).max),
         flops=sum(flops_of(_operation(each).equation) for each in sums.calls),

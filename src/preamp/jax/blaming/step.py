@@ -59,9 +59,9 @@ def blame(
     alone, which tells the parameter whose gradient they change most.
 
     It costs four steps in float32, five with `emulate=False`, in products and convolutions. If a row is
-    accused, one more step is run, and one for each row that is measured. Operators run one by one, and loops
-    are unrolled. The peak of memory is about four times that of a compiled step. Products in float32 have
-    `precision="highest"`. Nothing is written to the parameters or to modules of Flax NNX.
+    accused, one more step is run, and one for each row that is measured; where inf or NaN appears, up to
+    three more. Operators run one by one, and loops are unrolled. The peak of memory is about four times that
+    of a compiled step. Products in float32 have `precision="highest"`. Nothing is written to the parameters or to modules of Flax NNX.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(params, x):
@@ -128,13 +128,15 @@ def rehearsed(
     exact_loss = step.float32_loss(in_float32)
     loss, float32_loss, not_finite = float(results[0].value), float(exact_loss.value), ""
     if any(what_is_in(each.value) for each in (exact_loss, *results)):
+        forward = in_float32.operations
         not_finite = _not_finite_in_float32(step, in_float32, exact_loss)
-    if not_finite:  # then nothing is accused
+        broken = {} if not_finite else _broken(step, scale, forward)
+        if math.isnan(loss) and not not_finite:
+            tape = Tape(without_nan=True)
+            results = tape.run(step.program, step.operands(tape, scale))
         for call in tape.calls:
-            call.overflowed = 0
-    elif math.isnan(loss):
-        tape = Tape(without_nan=True)
-        results = tape.run(step.program, step.operands(tape, scale))
+            call.breaks = broken.get(call.index, "")
+            call.overflowed = 0 if not_finite else call.overflowed
     overflowed = [call for call in tape.calls if call.overflowed and not call.is_backward]
     if overflowed and _are_equal(results, Tape(repairs=False).run(step.program, step.operands(tape, scale))):
         for call in overflowed:  # nothing depends on it, as behind a mask
@@ -363,24 +365,37 @@ def _not_finite_in_float32(step: Step, tape: Tape, loss: Variable) -> str:
 
 
 def _as_well(says: str, result: Variable, forward: Sequence[Operation]) -> str:
-    """Return the sentence on a result that is not finite in float32.
-
-    Args:
-        says: what it has.
-        result: of the step.
-        forward: the operations that the loss needs; the derivative of one has its traceback.
-    """
+    """Return the sentence on a result that is not finite in float32; `says` is what it has."""
     says = f"{says} in float32 as well, so precision is not the cause"
     if result.origin is None:
         return f"{says}."
-    what, operation, is_given = result.origin
-    who = f"{operation.name} at {operation.source}"
-    if operation not in forward:
-        within = operation.equation.source_info.traceback
-        named = (it for it in forward if not it.is_cast and it.name not in LAYOUT)
-        first = next((it for it in named if it.equation.source_info.traceback == within), operation)
-        who = f"the backward pass of {first.name} at {operation.source}"
-    return f"{says}: what {who} is given has {what}." if is_given else f"{says}: {who} makes {what} first."
+    what, who = result.origin.what, _in_words(result.origin.operation, forward)
+    if result.origin.is_given:
+        return f"{says}: what {who} is given has {what}."
+    return f"{says}: {who} makes {what} first."
+
+
+def _broken(step: Step, scale: float, forward: Sequence[Operation]) -> dict[int, str]:
+    """Return the calls whose values became zero, by index, and what makes inf or NaN of these."""
+    tape = Tape(traces=True)
+    results = tape.run(step.program, step.operands(tape, scale))
+    origins = [each.origin for each in reversed(results) if each.origin]  # the loss has the last word
+    return {index: _in_words(each.operation, forward) for each in origins for index in each.losers}
+
+
+def _in_words(operation: Operation, forward: Sequence[Operation]) -> str:
+    """Return an operation and its line.
+
+    Args:
+        operation: any.
+        forward: the operations that the loss needs; the derivative of one has its traceback.
+    """
+    within, results = operation.equation.source_info.traceback, operation.equation.outvars
+    if any(each.equation.outvars[0] is results[0] for each in forward):
+        return f"{operation.name} at {operation.source}"
+    named = (each for each in forward if not each.is_cast and each.name not in LAYOUT)
+    first = next((each for each in named if each.equation.source_info.traceback == within), operation)
+    return f"the backward pass of {first.name} at {operation.source}"
 
 
 def _norm(gradients: Sequence[Any], weights: Sequence[float], scale: float) -> float:

@@ -58,13 +58,15 @@ class Variable:
 
     Attributes:
         origin: of what is not finite in it, where a tape traces that.
+        losers: the calls whose values became zero, if it has such zeros, where a tape traces that.
     """
 
-    __slots__ = ("_kept", "node", "origin", "value")
+    __slots__ = ("_kept", "losers", "node", "origin", "value")
 
     def __init__(self, value: Any, node: Node | None = None) -> None:
         self.value, self.node, self._kept = value, node or Node(), None
         self.origin: Origin | None = None
+        self.losers: frozenset[int] = frozenset()
 
     def kept(self) -> Any:
         """Return the value for the derivative; one that was rounded, in the precision that it has."""
@@ -114,11 +116,13 @@ class Origin(NamedTuple):
         what: "inf" or "NaN".
         operation: what makes it first, of finite numbers, or NaN of an inf that the program is given.
         is_given: whether the operation is given it, by the program's arguments or constants.
+        losers: the calls whose values became zero in what the operation makes it of, by index.
     """
 
     what: str
     operation: Operation
     is_given: bool
+    losers: frozenset[int] = frozenset()
 
 
 class Call:
@@ -134,10 +138,21 @@ class Call:
         kept: for each operand, the value that the derivative needs; None where it needs none.
         losses: for each of the results, what it lost; empty if that is not known, or if float32 is the same.
         overflowed: how many values of the results are not finite, but are in float32.
+        breaks: what makes inf or NaN of those that became zero; empty if nothing does.
         is_backward: whether it belongs to the backward pass.
     """
 
-    __slots__ = ("index", "is_backward", "kept", "losses", "operands", "operation", "overflowed", "results")
+    __slots__ = (
+        "breaks",
+        "index",
+        "is_backward",
+        "kept",
+        "losses",
+        "operands",
+        "operation",
+        "overflowed",
+        "results",
+    )
 
     def __init__(self, operation: Runs, operands: list[Node], index: int) -> None:
         self.operation, self.operands, self.index = operation, operands, index
@@ -145,6 +160,7 @@ class Call:
         self.kept: list[Any] = []
         self.losses: list[Lost] = []
         self.overflowed = 0
+        self.breaks = ""
         self.is_backward = any(each.is_backward for each in operands)
 
     @property
@@ -173,7 +189,7 @@ class Tape:
         stops: raise `BackwardOverflow` at the first overflow of the backward pass.
         repairs: replace what overflows by the largest number of its precision.
         without_nan: replace what is not a number, though its inputs are, by 0.
-        traces: note the origin of what is not finite; only in float32.
+        traces: note the origin of what is not finite.
         follows: the tape whose branches and numbers of turns are taken, so that the same evaluations run in
             the same order; None to decide anew.
         errors: by the index of a call of that tape, what to add to each of its results that is floating or
@@ -337,8 +353,7 @@ class Tape:
             exact = _exact(operation, values) if isinstance(operation, Operation) else operation(*values)
             made = list(map(Variable, self._with_errors(exact)))
             if self._traces:
-                for result in made:
-                    result.origin = _origin(result.value, operation, operands)
+                _trace(made, operation, operands, frozenset())
             return made
         results, call = operation(*values), Call(operation, [each.node for each in operands], self.count)
         if isinstance(operation, Operation) and not call.is_backward:
@@ -362,6 +377,9 @@ class Tape:
                     self._compare(call, operation, values, floats)
             if self._without_nan:
                 self._remove_nan(call, floats)
+        if self._traces:
+            is_loser = any(int(each.count) for each in call.losses)
+            _trace(variables, operation, operands, frozenset([call.index] if is_loser else []))
         return variables
 
     def _with_errors(self, exact: list[Any]) -> Iterator[Any]:
@@ -408,7 +426,20 @@ def what_is_in(value: Any) -> str:
     return "NaN" if np.isnan(value).any() else "inf"
 
 
-def _origin(value: Any, operation: Runs, operands: Sequence[Variable]) -> Origin | None:
+def _trace(
+    results: Sequence[Variable], operation: Runs, operands: Sequence[Variable], losers: frozenset[int]
+) -> None:
+    """Note where inf, NaN and zeros in results come from; losers are the calls that lose values here."""
+    before = frozenset[int]().union(*(each.losers for each in operands))
+    for each in results:
+        each.origin = _origin(each.value, operation, operands, before)
+        if (losers or before) and is_inexact(each.value) and (each.value == 0).any():
+            each.losers = losers or before
+
+
+def _origin(
+    value: Any, operation: Runs, operands: Sequence[Variable], losers: frozenset[int]
+) -> Origin | None:
     """Return the origin of what is not finite in a result; None if it is finite."""
     what = what_is_in(value)
     if not what:
@@ -421,7 +452,7 @@ def _origin(value: Any, operation: Runs, operands: Sequence[Variable]) -> Origin
     origin = next((each for each in origins if each.what == "NaN" or not each.is_given), None)
     if origin is None and origins and not _makes(what, operation, operands):
         return origins[0]
-    return origin or Origin(what, operation, is_given=False)
+    return origin or Origin(what, operation, is_given=False, losers=losers)
 
 
 def _makes(what: str, operation: Operation, operands: Sequence[Variable]) -> bool:
