@@ -379,7 +379,7 @@ def test_what_rounds_to_zero_is_accused_of_what_breaks(case: str) -> None:
 
     found = blame(loss, {"up": PARAMS["up"]}, X, dtype="float16")
     (row,) = found.guilty
-    assert (row.operator, row.lost) == ("mul", EXAMPLES * HIDDEN)
+    assert (row.operator, row.lost) == ("convert_element_type", EXAMPLES * HIDDEN)
     assert row.breaks.startswith(f"{breaks} at test_blame.py")
     assert not found.not_finite
 

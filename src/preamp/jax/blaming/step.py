@@ -61,7 +61,8 @@ def blame(
     It costs four steps in float32, five with `emulate=False`, in products and convolutions. If a row is
     accused, one more step is run, and one for each row that is measured; where inf or NaN appears, up to
     three more. Operators run one by one, and loops are unrolled. The peak of memory is about four times that
-    of a compiled step. Products in float32 have `precision="highest"`. Nothing is written to the parameters or to modules of Flax NNX.
+    of a compiled step. Products in float32 have `precision="highest"`. Nothing is written to the parameters
+    or to modules of Flax NNX.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(params, x):
