@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -138,6 +139,23 @@ def test_second_derivatives(loss: Callable[[Any], Any], at: Any) -> None:
         return jax.grad(slope)(at), jax.jvp(jax.grad(f), (at,), (direction,))[1]
 
     assert error(products(autocast(loss)), products(loss)) < 0.01
+
+
+@pytest.mark.parametrize("low", LOW)
+def test_gradients_inside_of_a_region_are_added_up_in_float32(low: str) -> None:
+    found, exact = autocast(jax.grad(repeated), low)(w), jax.grad(repeated)(w)
+    assert error(found, exact) < 0.01
+
+
+@pytest.mark.parametrize("batched", [jax.vmap, lambda f: partial(lax.map, f)], ids=["vmap", "map"])
+def test_second_derivatives_of_each_example(batched: Any) -> None:
+    def after_a_step(w: Any, x: Any) -> Any:
+        return residual(x, w - 0.1 * jax.grad(residual, 1)(x, w))
+
+    def loss(w: Any) -> Any:
+        return jnp.mean(batched(partial(after_a_step, w))(xs[:4]))
+
+    assert error(jax.jit(jax.grad(autocast(loss)))(w), jax.grad(loss)(w)) < 0.05
 
 
 def test_layers_of_libraries() -> None:

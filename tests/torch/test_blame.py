@@ -519,7 +519,7 @@ def with_data(value: float) -> Tensor:
         (0.0, lambda y: y / y, "loss is nan .*: div .* makes NaN first"),
         (0.0, lambda y: y.square().log().abs(), "loss is inf .*: log .* makes inf first"),
         (math.nan, lambda y: y, "loss is nan .*: what linear .* is given has NaN\\."),
-        (0.0, lambda y: (y + 1) / torch.zeros(4), "loss is nan .*: div .* makes inf first"),
+        (0.0, lambda y: (y + TRIANGLE[1] - 0.5) / torch.zeros(4), "loss is nan .*: div .* makes inf first"),
         (0.0, lambda y: y.relu() * y.relu().log(), "loss is nan .*: log .* makes inf first"),
         (0.0, lambda y: y.masked_fill(y == 0, -math.inf).softmax(-1), "loss is nan .*: softmax .* makes NaN"),
         (math.inf, lambda y: y, "loss is nan .*: what linear .* is given has inf\\."),
@@ -544,6 +544,14 @@ def test_what_is_not_finite_in_float32_as_well_is_said_and_nobody_is_accused(
     assert all(math.isnan(row.effect) for row in found.rows)
     with pytest.raises(UsageError, match="No table can help"):
         tune(loss, model=model, dtype=dtype)
+
+
+def test_an_overflow_beside_what_is_not_finite_in_float32_is_not_accused() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    loss: Loss = lambda: (1e4 * model(x)).half().float().mean() + (0 * model(x)).norm(dim=-1).mean()  # noqa: E731
+    nan: Loss = lambda: loss() + (0 * model(x)).square().sum(-1).sqrt().mean()  # noqa: E731
+    assert blame(loss, model=model, dtype=torch.float16, loss_scale=1e6).guilty
+    assert not blame(nan, model=model, dtype=torch.float16, loss_scale=1e6).guilty
 
 
 def test_a_table_and_rules_of_modules_are_those_of_the_region() -> None:

@@ -213,7 +213,7 @@ class Step:
         rows = [tally.row(place, norm, size) for place, tally in recorder.tallies.items()]
         changes = sum(tally.loss_change for tally in recorder.tallies.values())
         limits = torch.finfo(self._dtype)
-        in_order = ranked(rows, limits.eps / 2, emulated=self._emulate)
+        in_order = rows if cause else ranked(rows, limits.eps / 2, emulated=self._emulate)
         return Blame(
             sorted(in_order, key=lambda row: _place_of(row) != maker),
             str(self._dtype).removeprefix("torch."),
