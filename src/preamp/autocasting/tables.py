@@ -459,10 +459,9 @@ JAX = _table(
     "JAX",
     lower="conv_general_dilated dot_general ragged_dot ragged_dot_general",
     float32="""
-        acos acosh add_any asin asinh atan2 atanh cbrt cosh cumlogsumexp cumprod cumsum digamma
-    erf_inv erfc exp exp2     expm1 igamma igammac lgamma log log1p log2 polygamma pow psum psum2
-    psum_invariant psum_scatter     reduce_prod reduce_scatter reduce_sum reduce_window_sum rsqrt sinh
-    tan unreduced_psum
+    acos acosh add_any asin asinh atan2 atanh cbrt cosh cumlogsumexp cumprod cumsum digamma erf_inv erfc
+    exp exp2 expm1 igamma igammac lgamma log log1p log2 polygamma pow psum psum2 psum_invariant
+    psum_scatter reduce_prod reduce_scatter reduce_sum reduce_window_sum rsqrt sinh tan unreduced_psum
     """,
     widest="""
     abs add all_gather all_gather_invariant all_to_all approx_top_k argmax argmin atan
