@@ -15,6 +15,7 @@ from tests.extremes import EXTREMES, Extreme, off_by
 from .kinds import each_kind_trained, inner
 
 ROWS = [row for row in EXTREMES if row.dtype != "float64"]
+WAYS = [(lambda f: f, {}), (lambda f: f, {"clipnorm": 1.0}), (tf.function, {"global_clipnorm": 1.0})]
 pytestmark = pytest.mark.filterwarnings("ignore:.*without get_scaled_loss:UserWarning")
 
 
@@ -34,10 +35,11 @@ def stepped(kind: str, row: Extreme, compile: Callable[[Any], Any], **limit: flo
 
 @each_kind_trained
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-@pytest.mark.parametrize("limit", [{}, {"global_clipnorm": 1.0}, {"clipnorm": 1.0}], ids=str)
-@pytest.mark.parametrize("compile", [lambda function: function, tf.function], ids=["eager", "function"])
+@pytest.mark.parametrize(
+    ("compile", "limit"), WAYS, ids=["eager", "eager-clipnorm", "function-global_clipnorm"]
+)
 def test_extreme_gradients_are_applied_as_float64_would(
-    kind: str, row: Extreme, limit: dict[str, float], compile: Callable[[Any], Any]
+    kind: str, row: Extreme, compile: Callable[[Any], Any], limit: dict[str, float]
 ) -> None:
     optimizer, moved = stepped(kind, row, compile, **limit)
     finite = row.finite(row.dtype)  # which unscaled gradients keep
