@@ -92,12 +92,14 @@ def test_every_step_is_that_of_a_scaler_that_reads(script, kind, options, limits
             training.step(number, factor, late=number >= late_from, **limits)
         mine, other = a.scaler.last_step, b.scaler.last_step
         assert mine._replace(grad_norm=None, loss=None) == other._replace(grad_norm=None, loss=None)
+        assert str(mine.loss) == str(other.loss)  # NaN too
         assert (mine.grad_norm is None) == bool(mine.skipped or "max_norm" not in limits)
         assert a.scaler.get_scale() == b.scaler.get_scale()
         rounds = {"rel": 1e-4, "abs": 1e-6} if "max_norm" in limits else {"rel": 0.0, "abs": 0.0}
-        assert mine.loss == pytest.approx(other.loss, nan_ok=True, **rounds)
         for x, y in zip(a.values(), b.values(), strict=True):
             assert torch.allclose(*map(torch.tensor, (x, y)), rtol=rounds["rel"], atol=rounds["abs"])
+        with torch.no_grad():  # so that what clipping rounds another way does not add up
+            torch._foreach_copy_([b.matrix, b.late], [a.matrix, a.late])
     assert a.scaler.state_dict() == b.scaler.state_dict()
 
 
