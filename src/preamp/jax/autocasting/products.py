@@ -78,10 +78,11 @@ def product_of(plain: Primitive) -> Primitive:
         if not _is_wide(params):
             return computed(*operands, paired=paired, frozen=frozen, **params)
         lows = _lowered(operands[: len(operands) - len(paired)])
-        if plain.name == "dot_general" and params["dimension_numbers"][1][0]:
-            # With axes of a batch, which layouts of bfloat16 XLA multiplies is not known.
-            lows = [_cast(it, FLOAT32) if it.dtype == jnp.bfloat16 else it for it in lows]
-        return lax.optimization_barrier(plain.bind(*lax.optimization_barrier(lows), **params))
+        if all(it.dtype == jnp.bfloat16 for it in lows):
+            is_batched = plain.name == "dot_general" and params["dimension_numbers"][1][0]
+            # With axes of a batch, it is not known which layouts of bfloat16 XLA can multiply.
+            lows = [_cast(it, FLOAT32) for it in lows] if is_batched else lax.optimization_barrier(lows)
+        return lax.optimization_barrier(plain.bind(*lows, **params))
 
     def convolved_on_gpu(
         *operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any
