@@ -16,7 +16,7 @@ from jax.extend.core.primitives import broadcast_in_dim_p, stop_gradient_p
 
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.lookahead import ARITHMETIC, MOVES
-from preamp.jax.autocasting.precision import FLOAT32, precision_of
+from preamp.jax.autocasting.precision import FLOAT32, cast_of, precision_of
 from preamp.jax.autocasting.products import PRODUCTS, USED, product_of
 from preamp.jax.jaxprs import AnyJaxpr, Atom, ClosedJaxpr, Equation
 
@@ -202,10 +202,9 @@ class _Program:
 
 
 def _is_cast_down(equation: Equation) -> bool:
-    if equation.primitive.name != "convert_element_type" or jaxprs.is_literal(equation.invars[0]):
-        return False
-    before, after = (precision_of(atom.aval) for atom in (equation.invars[0], equation.outvars[0]))
-    return before == FLOAT32 and after not in (None, FLOAT32)
+    before, after = cast_of(equation)
+    is_down = before == FLOAT32 and after not in (None, FLOAT32)
+    return is_down and not jaxprs.is_literal(equation.invars[0])
 
 
 def _float32(atom: Atom) -> Atom:

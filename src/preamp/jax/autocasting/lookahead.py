@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from preamp.jax.autocasting.precision import FLOAT32, Precision, precision_of
+from preamp.jax.autocasting.precision import FLOAT32, Precision, cast_of, precision_of
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.jaxprs import Atom, Equation, Jaxpr, hoistable, inner, is_literal
 
@@ -83,7 +83,8 @@ class Lookahead:
         self._path = path
         around = self._region.inside(path)
         self._made_in: dict[Atom, Settings] = dict.fromkeys(jaxpr.invars, around)
-        self._casts_up = any(map(_is_cast_up, jaxpr.eqns))
+        casts = map(cast_of, jaxpr.eqns)
+        self._casts_up = any(after == FLOAT32 and before not in (None, FLOAT32) for before, after in casts)
         for equation in jaxpr.eqns:  # biases are known by what they are added to, uses by what comes after
             self._read_forward(equation)
         for atom, is_wanted in zip(jaxpr.outvars, wanted, strict=True):
@@ -226,14 +227,6 @@ def common(precisions: Iterable[Precision | None]) -> Precision | None:
     """Return the precision that all these are, None if they differ or there are none."""
     found = set(precisions)
     return found.pop() if len(found) == 1 else None
-
-
-def _is_cast_up(equation: Equation) -> bool:
-    """Return whether an equation casts low numbers to float32."""
-    if equation.primitive.name != "convert_element_type":
-        return False
-    before, after = (precision_of(atom.aval) for atom in (equation.invars[0], equation.outvars[0]))
-    return after == FLOAT32 and before not in (None, FLOAT32)
 
 
 def _spreads(before: tuple[int, ...], after: tuple[int, ...]) -> bool:

@@ -70,6 +70,13 @@ _PRECISIONS = (lax.Precision, lax.DotAlgorithm, lax.DotAlgorithmPreset)
 _NO_PRECISION = (lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 
 
+def cast_of(equation: Equation) -> tuple[Precision | None, Precision | None]:
+    """Return what an equation casts from and to; None twice if it casts nothing."""
+    if equation.primitive.name != "convert_element_type":
+        return None, None
+    return precision_of(equation.invars[0].aval), precision_of(equation.outvars[0].aval)
+
+
 def is_explicit(equation: Equation, low: Precision) -> bool:
     """Return whether the program asks for the precision of a product or convolution.
 
