@@ -249,7 +249,7 @@ def test_what_a_closure_does_is_recorded_once():
     assert not gradient.isfinite().any()
     assert trace[0].grad_norm > 0.0
     fit.scaler.step(fit.optimizer, fit.closure)
-    with pytest.raises(RuntimeError, match="already been called.* such as SAM or LBFGS, write"):
+    with pytest.raises(RuntimeError, match="already been called"):
         fit.scaler.step(fit.optimizer, fit.closure)
 
 

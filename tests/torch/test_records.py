@@ -205,3 +205,12 @@ def test_an_overflow_that_unscale_found_has_its_culprits_without_a_step(capturab
         assert step.skipped
         assert set(step.culprits) == {"0.weight", "0.bias"}
     assert scaler.last_step_of(second).culprits == ()
+
+
+def test_a_second_unscale_says_what_several_evaluations_of_the_loss_need():
+    weight = torch.nn.Parameter(torch.ones(3))
+    scaler, optimizer = GradScaler("cpu"), torch.optim.SGD([weight], lr=1.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"already been called.* such as SAM or LBFGS, write scaler\.step"):
+        scaler.unscale_(optimizer)
