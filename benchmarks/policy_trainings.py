@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ import torch
 from policy_problems import PROBLEMS, Problem
 from torch import Tensor, nn
 
-from preamp import Dynamic, Headroom, Histogram, LogMax, Policy, Static
+from preamp import Dynamic, Headroom, Policy, Static
 from preamp.torch import GradScaler
 
 __all__ = ["LARGEST", "OURS", "RULES", "SETTLED", "Cell", "Job", "Outcome", "cells", "run"]
@@ -34,8 +33,6 @@ LARGEST = {torch.float16: 65504.0, torch.float8_e5m2: 57344.0}
 RULES: dict[str, Callable[[float], Policy[Any]]] = {
     "backoff, 50": lambda largest: Dynamic(growth_interval=50),
     "backoff, 2000": lambda largest: Dynamic(),
-    "LogMax": lambda largest: LogMax(log_max=math.log2(largest)),
-    "Histogram": lambda largest: Histogram(largest=largest),
     "Headroom": lambda largest: Headroom(largest=largest),
 }
 OURS = "Headroom"

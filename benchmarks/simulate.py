@@ -1,4 +1,4 @@
-"""How long `simulate` takes to play gradients through ten rules, compared with drawing them. Plain Python.
+"""How long `simulate` takes to play gradients through seven rules, compared with drawing them. Plain Python.
 
 Run: python benchmarks/simulate.py [--quick]. Reports; asserts nothing.
 """
@@ -13,10 +13,7 @@ from rows import Area, Options, Row, main
 
 from preamp import (
     Dynamic,
-    FloorSchedule,
     Headroom,
-    Histogram,
-    LogMax,
     Policy,
     Static,
     Tolerant,
@@ -30,9 +27,6 @@ RULES: tuple[Policy[Any], ...] = (
     Static(2.0**20),
     Dynamic(),
     Tolerant(),
-    FloorSchedule(),
-    LogMax(),
-    Histogram(),
     Headroom(),
     dialects.TORCH,
     dialects.DEEPSPEED,

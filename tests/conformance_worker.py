@@ -25,8 +25,6 @@ import numpy as np
 from preamp import (
     Dynamic,
     Headroom,
-    Histogram,
-    LogMax,
     ScaleExhausted,
     Static,
     Step,
@@ -45,10 +43,6 @@ POLICIES: dict[str, Any] = {
     "fixed": Static(2.0**7),
     "gives up": Dynamic(init_scale=2.0**10, growth_interval=3, max_consecutive_overflows=3),
     "sees the peak": Headroom(init_scale=4.0, memory=4, patience=4),
-    "sees the peak too": LogMax(
-        init_scale=4.0, mean_steps=4, variance_steps=4, settle_interval=2, search_interval=2
-    ),
-    "sees the share": Histogram(init_scale=4.0, growth_interval=2),
 }
 # Gives up at a scale of 8, and after some clean steps, at which the training should have ended, at 4.
 EXHAUSTING, GIVES_UP_TWICE = (

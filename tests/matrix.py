@@ -49,7 +49,7 @@ NAMED = ("torch", "triton", "jax", "optax", "flax", "keras", "tensorflow", "tf-k
 
 CORE = (
     "tests/policy/test_frameworks.py",
-    "tests/policy/test_seeing.py",
+    "tests/policy/test_headroom.py",
     "tests/record/test_exponents.py",
     "tests/record/test_trace.py",
 )

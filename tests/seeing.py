@@ -13,7 +13,7 @@ import numpy as np
 from preamp import ExponentHistogram, Policy, Reading, Step
 from preamp.policy import Where, choose
 
-__all__ = ["Remembered", "Remembering", "counted", "scales_after", "seen_in"]
+__all__ = ["Remembered", "Remembering", "counted", "peak_of", "scales_after"]
 
 
 class Remembered(NamedTuple):
@@ -22,7 +22,6 @@ class Remembered(NamedTuple):
     scale: Any
     good: Any
     peak: Any
-    share: Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,23 +29,17 @@ class Remembering(Policy[Remembered]):
     """Halves the scale after an overflow, and keeps the last reading that says something."""
 
     init_scale: float = 4.0
-    limit: float = 1.0
 
-    needs = frozenset({"peak", "share"})
-
-    @property
-    def edge(self) -> float:
-        return self.limit
+    needs_peak = True
 
     def start(self) -> Remembered:
-        return Remembered(self.init_scale, 0.0, 0.0, 0.0)
+        return Remembered(self.init_scale, 0.0, 0.0)
 
     def advance(self, state: Remembered, reading: Reading, where: Where = choose) -> Remembered:
         return Remembered(
             where(reading.finite, state.scale, state.scale * 0.5),
             where(reading.finite, state.good + 1.0, state.good),
-            where(reading.finite, self.measured("peak", reading), state.peak),
-            where(reading.finite, self.measured("share", reading), state.share),
+            where(reading.finite, self.peak_in(reading), state.peak),
         )
 
 
@@ -59,18 +52,14 @@ def scales_after(policy: Policy[Any], steps: Iterable[Step]) -> list[float]:
     return scales
 
 
-def seen_in(arrays: Iterable[Any], edge: float) -> tuple[float, float]:
-    """Return the peak of scaled gradients, and the share of their entries from the edge on.
-
-    Of complex ones the real and the imaginary parts are entries.
-    """
+def peak_of(arrays: Iterable[Any]) -> float:
+    """Return the largest magnitude of real entries, and of the real and imaginary parts of complex ones."""
     parts = [
         part
         for array in map(np.asarray, arrays)
         for part in (array.real, array.imag)[: 1 + np.iscomplexobj(array)]
     ]
-    entries = np.concatenate([np.abs(part.astype("float64")).ravel() for part in parts])
-    return float(entries.max(initial=0.0)), float((entries >= edge).mean())
+    return max(float(np.abs(part.astype("float64")).max(initial=0.0)) for part in parts)
 
 
 def counted(values: Any, *, least: float = 2.0**-126, most: float = 2.0**128) -> ExponentHistogram:

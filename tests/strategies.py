@@ -16,11 +16,8 @@ from preamp import (
     Compat,
     Dynamic,
     ExponentHistogram,
-    FloorSchedule,
     Headroom,
-    Histogram,
     InexactScale,
-    LogMax,
     Moving,
     Policy,
     PolicyError,
@@ -32,7 +29,6 @@ from preamp import (
     Step,
     Tolerant,
 )
-from preamp.checks import to_float32
 from preamp.policy.registry import RULES
 from preamp.record.exponents import BANDS
 from preamp.record.snapshots import Kind
@@ -133,44 +129,6 @@ def moving(**fixed: Any) -> st.SearchStrategy[Moving[Any]]:
 
 
 @st.composite
-def floor_schedules(draw: st.DrawFn, **fixed: Any) -> FloorSchedule:
-    """Draw a `FloorSchedule`, with some settings fixed. Its floors lie from its floor to its first scale."""
-    moves = draw(_moves({"bounds": "strict", "scale_dtype": "float32", **fixed}))
-    high = to_float32(moves["init_scale"])
-    low = to_float32(moves["min_scale"] or high)
-    scales = sorted({low, to_float32((low * high) ** 0.5), high})[: draw(st.integers(1, 3))]
-    steps = sorted(draw(st.sets(st.integers(0, 60), min_size=len(scales), max_size=len(scales))))
-    floors = tuple(zip(steps, scales, strict=True))
-    return quietly(FloorSchedule, floors=floors, patience=draw(st.integers(1, 20)), **moves)
-
-
-@st.composite
-def log_maxes(draw: st.DrawFn, **fixed: Any) -> LogMax:
-    """Draw a `LogMax`, with some settings fixed."""
-    own = {
-        "log_max": draw(st.just(16.0) | st.floats(-20.0, 40.0)),
-        "deviations": draw(st.just(3.09) | st.floats(0.1, 10.0)),
-        "mean_steps": draw(_lengths),
-        "variance_steps": draw(_lengths),
-        "settle_interval": draw(st.integers(1, 6)),
-        "search_interval": draw(st.integers(1, 6)),
-    }
-    return quietly(LogMax, **own, **draw(_bounded(fixed)))
-
-
-@st.composite
-def histograms(draw: st.DrawFn, **fixed: Any) -> Histogram:
-    """Draw a `Histogram`, with some settings fixed."""
-    own = {
-        "largest": draw(st.sampled_from([65504.0, 57344.0]) | st.floats(1.0, 1e30)),
-        "location": draw(st.just(0.125) | st.floats(0.01, 0.99)),
-        "limit": draw(st.just(1e-7) | st.floats(1e-9, 0.9)),
-        "growth_interval": draw(st.integers(1, 6)),
-    }
-    return quietly(Histogram, **own, **draw(_bounded(fixed)))
-
-
-@st.composite
 def headrooms(draw: st.DrawFn) -> Headroom:
     """Draw a `Headroom`."""
     low, inside, high = sorted(draw(st.tuples(_scales, _scales, _scales)))
@@ -201,9 +159,6 @@ OWN: dict[type[Policy[Any]], st.SearchStrategy[Any]] = {
     Static: statics,
     Dynamic: dynamics(),
     Tolerant: tolerants(),
-    FloorSchedule: floor_schedules(),
-    LogMax: log_maxes(),
-    Histogram: histograms(),
     Headroom: headrooms(),
 }
 
@@ -212,16 +167,16 @@ def _each(kinds: Iterable[type[Policy[Any]]]) -> st.SearchStrategy[Policy[Any]]:
     return st.one_of([OWN.get(kind, near_the_defaults(kind)) for kind in kinds])
 
 
-seeing = _each(kind for kind in RULES.values() if kind.needs)
-blind = _each(kind for kind in RULES.values() if not kind.needs)
+seeing = _each(kind for kind in RULES.values() if kind.needs_peak)
+blind = _each(kind for kind in RULES.values() if not kind.needs_peak)
 policies = blind | seeing
 
 
 def reading(policy: Policy[Any], state: Any, mark: str) -> Reading:
     """Return what a policy reads: of overflows the script, of gradients a peak of 2**-10 at every scale."""
-    if mark == "1" or not policy.needs:
+    if mark == "1" or not policy.needs_peak:
         return Reading(mark == "0")
-    return Reading(True, state.scale * 2.0**-10, float(state.scale * 2.0**-10 >= policy.edge))
+    return Reading(True, state.scale * 2.0**-10)
 
 
 def play(policy: Policy[Any], script: str, state: Any = None) -> list[Any]:

@@ -192,7 +192,6 @@ class Measured(NamedTuple, Generic[T]):
         grad_norm: global L2 norm of the unscaled gradients; None where it was not measured. Undefined,
             possibly NaN, after an overflow.
         peak: the largest magnitude among the scaled gradients, as in `Reading`.
-        share: the share of entries at `Policy.edge` or above, as in `Reading`.
         loss: the mean over ranks of the loss, not scaled; None where no guard uses it.
     """
 
@@ -200,13 +199,12 @@ class Measured(NamedTuple, Generic[T]):
     scale: T
     grad_norm: T | None = None
     peak: T | None = None
-    share: T | None = None
     loss: T | None = None
 
     @property
     def reading(self) -> Reading:
         """The part of it that the policy sees."""
-        return Reading(self.finite, self.peak, self.share)
+        return Reading(self.finite, self.peak)
 
 
 class GuardRecord(NamedTuple, Generic[T]):
@@ -268,7 +266,7 @@ def start(
         guard: the rule that skips spikes, if there is one.
     """
     state = policy.start()
-    peak = 0.0 if "peak" in policy.needs else None
+    peak = 0.0 if policy.needs_peak else None
     norm = 0.0 if takes_norm else None
     record = None if guard is None else GuardRecord(guard.start(), True, math.nan, True, math.inf)
     return ScalerState(state, state.scale, True, norm, peak, 0.0, 0.0, 0, 0, record)

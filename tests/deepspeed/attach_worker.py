@@ -348,13 +348,13 @@ def shown(kind: str) -> Seen:
     """Gradients of 1 and -3 at a scale of 4; then the first of them overflows."""
     Listing.readings.clear()
     engine = made(kind, clip=0.5)
-    handle = attach(engine, Listing(init_scale=4.0, limit=9.0))
+    handle = attach(engine, Listing(init_scale=4.0))
     peaks = []
     for first in (1.0, float("inf"), 1.0):
         engine.backward(engine(first, -3.0))
         engine.step()
         peaks.append(handle.last_step and handle.last_step.peak)
-    return {"peaks": peaks, "readings": [list(reading[:3]) for reading in Listing.readings]}
+    return {"peaks": peaks, "readings": [list(reading[:2]) for reading in Listing.readings]}
 
 
 @each(("0", "1"))

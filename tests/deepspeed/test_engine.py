@@ -73,7 +73,6 @@ def test_a_policy_that_sees_is_shown_what_the_micro_steps_add_up_to():
     for gradient in (1.0, -5.0):
         step(engine, gradient)
     assert engine.last_step.peak == engine.optimizer.scaler.policy_state.peak == 2.0**5
-    assert engine.optimizer.scaler.policy_state.share == 1.0
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])

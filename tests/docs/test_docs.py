@@ -45,7 +45,7 @@ def test_growing_costs_in_simulation_what_it_does_on_paper():
     computed = load_benchmark("at_scale")
     process = processes.Stationary(jitter=0.01, steps=24_000)
     for name, rule in computed.RULES.items():
-        if not rule.needs:
+        if not rule.needs_peak:
             plain = getattr(rule, "policy", rule)
             clean = plain.growth_interval + plain.compat.growth_delay
             at_the_top = replace(plain, init_scale=process.best_scale)

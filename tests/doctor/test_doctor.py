@@ -281,7 +281,7 @@ def test_the_command_that_finds_the_operation_comes_with_findings_about_one() ->
 @given(policies, scripts, st.booleans())
 def test_any_rule_is_read_back_and_any_run_has_a_diagnosis(policy: Any, script: str, told: bool) -> None:
     assert recorded_policy(repr(policy)) == policy
-    trace = simulate(policy, [Reading(mark == "0", peak=8.0, share=0.0) for mark in script])
+    trace = simulate(policy, [Reading(mark == "0", peak=8.0) for mark in script])
     found = diagnose(trace if told else Trace(list(trace)))
     assert found.findings
     for finding in found.findings:

@@ -163,8 +163,8 @@ def test_jax_scan(guard: guards.Guard[Any]) -> None:
         taken = jnp.where(reading.finite, guard.takes(state, reading, jnp.where), False)
         return guard.advance(state, reading, jnp.where), taken
 
-    columns = list(zip(*script(), strict=True))
-    readings = Reading(jnp.array(columns[0]), loss=jnp.array(columns[3]), grad_norm=jnp.array(columns[4]))
+    columns = Reading(*zip(*script(), strict=True))
+    readings = Reading(*[None if None in column else jnp.array(column) for column in columns])
     start = map_state(jnp.float32, guard.start())
     with jax.checking_leaks(), jax.numpy_dtype_promotion("strict"):
         state, taken = jax.jit(lambda state, readings: jax.lax.scan(step, state, readings))(start, readings)
@@ -182,7 +182,7 @@ def test_tensorflow_function_traces_once(guard: guards.Guard[Any]) -> None:
     step = tf.function(both)
     state, taken = map_state(lambda x: tf.constant(x, tf.float32), guard.start()), []
     for reading in script():
-        finite, _, _, loss, norm = reading
+        finite, _, loss, norm = reading
         given = Reading(tf.constant(finite), loss=tf.constant(loss), grad_norm=tf.constant(norm))
         fits, state = step(state, given)
         taken.append(finite and bool(fits))

@@ -37,7 +37,6 @@ readings = st.lists(
         Reading,
         finite=st.sampled_from([True] * 9 + [False]),
         peak=st.none(),
-        share=st.none(),
         loss=anything,
         grad_norm=norms,
     ),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from preamp import UsageError
-from preamp.arrays.jax import all_finite, count_from, global_norm, multiply_by_inverse, peak, read
+from preamp.arrays.jax import all_finite, global_norm, multiply_by_inverse, peak, read
 
 from .trainings import enable_x64
 
@@ -51,11 +51,6 @@ def test_the_peak_is_the_largest_part_of_any_entry() -> None:
     assert float(peak(ARRAYS[2:])) == 4.0
     assert float(peak([])) == float(peak([jnp.zeros(0)])) == 0.0
     assert peak(ARRAYS).dtype == jnp.float32
-
-
-@pytest.mark.parametrize(("edge", "count"), [(1e-3, 3.0), (2.0, 2.0), (2.1, 1.0), (3.1, 0.0)])
-def test_entries_from_an_edge_are_counted_with_the_edge(edge: float, count: float) -> None:
-    assert float(count_from(edge, [jnp.array([1.0, -2.0]), jnp.array([3.0, 0.0])])) == count
 
 
 def test_scalars_are_read_together_and_not_while_they_are_traced() -> None:

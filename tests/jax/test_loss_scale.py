@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from preamp import (
     Compat,
     Dynamic,
-    FloorSchedule,
     Headroom,
-    LogMax,
     Policy,
     Reading,
     ScaleExhausted,
@@ -146,7 +144,7 @@ def test_that_a_policy_gave_up_is_not_forgotten_in_later_steps() -> None:
         scale.check_exhausted()
 
 
-MOVING = [Dynamic(min_scale=4.0), Tolerant(), dialects.FLAX, FloorSchedule(), LogMax(), Headroom()]
+MOVING = [Dynamic(min_scale=4.0), Tolerant(), dialects.FLAX, Headroom()]
 
 
 @pytest.mark.parametrize("policy", [Static(8.0), *MOVING], ids=repr)

@@ -1,4 +1,4 @@
-"""The gradient statistics that policies use, peak and share, on all devices."""
+"""The peak that policies use, on all devices."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from preamp.jax import (
 )
 from preamp.jax import value_and_grad as differentiated
 from preamp.jax.scaling.measurements import measure
-from tests.seeing import Remembering, scales_after, seen_in
+from tests.seeing import Remembering, peak_of, scales_after
 
 from .trainings import batches, enable_x64, loss, parameters, shard_map
 
-EDGE = 3.0
-POLICY = Remembering(limit=EDGE)
+POLICY = Remembering()
 OPTIMIZER = loss_scaled(optax.sgd(0.5), POLICY)
 SHAPES = {"half": (3, 2), "short": (2,), "pairs": (2, 2), "empty": (0, 2)}
 DTYPES = {"half": "float16", "short": "bfloat16", "pairs": "float32", "empty": "float32"}
@@ -38,8 +37,7 @@ COUNT = 12
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
-magnitudes = st.sampled_from([0.0, -0.0, EDGE, -EDGE, np.nextafter(np.float32(EDGE), 0.0)])
-entries = st.lists(magnitudes | st.floats(-6e4, 6e4, width=16), min_size=COUNT, max_size=COUNT)
+entries = st.lists(st.floats(-6e4, 6e4, width=16), min_size=COUNT, max_size=COUNT)
 
 
 def tree_of(entries: list[float]) -> dict[str, Any]:
@@ -53,7 +51,7 @@ def tree_of(entries: list[float]) -> dict[str, Any]:
 
 
 def remembered(state: Any) -> list[float]:
-    return [float(number) for number in (state.scale, state.peak, state.share)]
+    return [float(number) for number in (state.scale, state.peak)]
 
 
 update = jax.jit(OPTIMIZER.update)
@@ -62,12 +60,11 @@ update = jax.jit(OPTIMIZER.update)
 @settings(max_examples=50, deadline=None)
 @given(entries)
 @example([0.0] * COUNT)
-def test_peak_and_share_are_those_of_all_scaled_gradients(entries: list[float]) -> None:
+def test_the_peak_is_that_of_all_scaled_gradients(entries: list[float]) -> None:
     gradients = tree_of(entries)
-    peak, share = seen_in(gradients.values(), EDGE)
+    peak = peak_of(gradients.values())
     _, state = update(ScaledGradients(gradients, 1.0), OPTIMIZER.init(gradients))
     assert float(state.policy_state.peak) == peak
-    assert float(state.policy_state.share) == pytest.approx(share, rel=1e-6)
     assert last_step(state).peak == peak
 
 
@@ -77,7 +74,7 @@ def test_an_overflow_says_nothing_and_leaves_the_next_step_as_it_was(bad: float)
     spoilt = tree_of([*[1.0] * (COUNT - 1), bad])
     _, state = update(ScaledGradients(gradients, 1.0), OPTIMIZER.init(gradients))
     _, state = update(ScaledGradients(spoilt, 1.0), state)
-    assert remembered(state.policy_state) == [2.0, 1.0, 0.0]
+    assert remembered(state.policy_state) == [2.0, 1.0]
     assert last_step(state).peak is None
 
 
@@ -85,7 +82,7 @@ def test_what_float32_cannot_hold_is_no_infinite_peak() -> None:
     with enable_x64(True):
         reading = measure(POLICY, [jnp.array([1e100, 0.0])], jnp.float32(1.0))[0].reading
     assert reading.peak == np.finfo(np.float32).max
-    assert (reading.peak.dtype, float(reading.share)) == (jnp.float32, 0.5)
+    assert reading.peak.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -101,9 +98,9 @@ def test_a_compiled_step_sees_what_it_cuts_off(dtype: str) -> None:
     *_, reading = differentiated(low)(LossScale(POLICY), params, x)
     train = jax.jit(step(low, OPTIMIZER), donate_argnums=(0, 1))
     _, params, state = train(params, state, x)
-    expected = seen_in(jax.tree.leaves(scaled.gradients), EDGE)
-    assert (last_step(state).peak, float(state.policy_state.share)) == pytest.approx(expected, rel=1e-6)
-    assert (float(reading.peak), float(reading.share)) == pytest.approx(expected, rel=1e-6)
+    expected = pytest.approx(peak_of(jax.tree.leaves(scaled.gradients)), rel=1e-6)
+    assert last_step(state).peak == expected
+    assert float(reading.peak) == expected
     train(params, state, x)
     assert train._cache_size() == 1
 
@@ -113,12 +110,12 @@ def test_a_loss_scale_advances_on_the_reading() -> None:
     after = LossScale(POLICY).advance(reading)
     with pytest.raises(PolicyError, match="peak of the gradients"):
         after.advance(reading.finite)
-    assert remembered(after.state) == [4.0, 16.0, pytest.approx(2 / 3)]
+    assert remembered(after.state) == [4.0, 16.0]
 
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_shards_of_gradients_are_seen_as_one(checked: bool) -> None:
-    """Each device has a row of one gradient. All have the other, which counts once where that is known."""
+    """Each device has a row of one gradient. All have the other."""
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("d",))
     whole, split = PartitionSpec(), PartitionSpec("d")
     optimizer = loss_scaled(optax.sgd(1.0), POLICY, axis_name="d")
@@ -131,9 +128,7 @@ def test_shards_of_gradients_are_seen_as_one(checked: bool) -> None:
     state = optimizer.init(gradients)
     train = jax.jit(shard_map(update, mesh, (places, whole, places), (places, whole), checked))
     _, state = train(gradients, state, gradients)
-    copies = 1 if checked else 4
-    peak, share = seen_in([gradients["row"], *[gradients["all"]] * copies], EDGE)
-    assert remembered(state.policy_state) == [4.0, peak, pytest.approx(share)]
+    assert remembered(state.policy_state) == [4.0, 7.0]
 
 
 def test_a_policy_that_sees_nothing_has_no_more_to_remember() -> None:

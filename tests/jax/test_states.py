@@ -15,7 +15,7 @@ import orbax.checkpoint
 import pytest
 from jax import export
 
-from preamp import Dynamic, Headroom, LogMax, PolicyError, Static, Tolerant, UsageError
+from preamp import Dynamic, Headroom, PolicyError, Static, Tolerant, UsageError
 from preamp.jax import (
     LossScale,
     ScaledGradients,
@@ -32,7 +32,7 @@ from preamp.policy import Policy
 from .trainings import batches, identical, loss, parameters, shard_map
 
 POLICY = Dynamic(init_scale=2.0**10, growth_interval=2)
-POLICIES: list[Policy[Any]] = [POLICY, Headroom(), LogMax(), Tolerant(), Static(8.0)]
+POLICIES: list[Policy[Any]] = [POLICY, Headroom(), Tolerant(), Static(8.0)]
 OPTIMIZER = loss_scaled(optax.adam(0.05), POLICY)
 PARAMS = parameters()
 X = next(batches())[0]

@@ -98,28 +98,11 @@ def test_the_norm_and_the_peak_are_those_of_all_entries() -> None:
     assert number(arrays.peak(tensors(float32=np.array([3e38, -np.inf])))) == np.finfo(np.float32).max
 
 
-@pytest.mark.parametrize(("edge", "count"), [(1e-3, 6.0), (2.0, 4.0), (2.1, 3.0), (7.0, 1.0), (1e20, 0.0)])
-def test_entries_from_an_edge_are_counted_with_the_edge(edge: float, count: float) -> None:
-    assert number(arrays.count_from(edge, tensors())) == count
-
-
-def test_statistics_are_those_that_are_needed() -> None:
-    assert arrays.gradient_stats(frozenset(), 2.0, tensors()) == {}
-    stats = arrays.gradient_stats({"peak", "share"}, 2.0, tensors())
-    assert {name: number(value) for name, value in stats.items()} == {
-        "peak": np.float32(1e19),
-        "share": pytest.approx(4 / 6),
-    }
-    assert number(arrays.gradient_stats({"share"}, 2.0, tensors(float32=EMPTY))["share"]) == 0.0
-
-
 def test_of_a_sparse_gradient_the_stored_entries_count() -> None:
     given = [sparse([3.0, -4.0], [1, 5])]
     (unscaled,), finite, norm, _ = arrays.unscale(given, keras.ops.convert_to_tensor(2.0))
     assert (dense(unscaled).ravel() == [0.0, 1.5, 0.0, 0.0, 0.0, -2.0, 0.0, 0.0]).all()
     assert (number(finite), number(norm), number(arrays.peak(given))) == (1.0, 2.5, 4.0)
-    assert number(arrays.count_from(3.5, given)) == 1.0
-    assert number(arrays.gradient_stats({"share"}, 3.5, given)["share"]) == 0.5
     assert number(arrays.all_finite([sparse([3.0, np.nan], [1, 5])])) == 0.0
 
 

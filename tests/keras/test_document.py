@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from preamp import Dynamic, Histogram, LogMax, PolicyError, Static, UsageError
+from preamp import Dynamic, Headroom, PolicyError, Static, Tolerant, UsageError
 from preamp.keras import LossScaleOptimizer
 
 from .driving import INF, WAYS, Run, Stock, array, close, same, walk_abreast
@@ -204,13 +204,13 @@ def test_a_whole_number_of_steps_may_be_a_float(steps: Any) -> None:
 
 
 def test_the_growth_steps_of_any_policy_are_its_growth_interval() -> None:
-    optimizer = LossScaleOptimizer(keras.optimizers.SGD(), policy=Histogram(growth_interval=3))
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(), policy=Tolerant(growth_interval=3))
     assert optimizer.dynamic_growth_steps == 3
     optimizer.dynamic_growth_steps = 5
-    assert optimizer.policy == Histogram(growth_interval=5)
-    aiming = LossScaleOptimizer(keras.optimizers.SGD(), policy=LogMax())
+    assert optimizer.policy == Tolerant(growth_interval=5)
+    aiming = LossScaleOptimizer(keras.optimizers.SGD(), policy=Headroom())
     assert aiming.dynamic_growth_steps is None
-    with pytest.raises(PolicyError, match=r"LogMax\(.*\) has no growth_interval"):
+    with pytest.raises(PolicyError, match=r"Headroom\(.*\) has no growth_interval"):
         aiming.dynamic_growth_steps = 5
 
 

@@ -18,10 +18,7 @@ import pytest
 
 from preamp import (
     Dynamic,
-    FloorSchedule,
     Headroom,
-    Histogram,
-    LogMax,
     Policy,
     PolicyError,
     ScaleExhausted,
@@ -43,10 +40,9 @@ POLICIES: list[Policy[Any]] = [
     dialects.FAIRSEQ,
     Dynamic(hysteresis_reset=("growth", "backoff"), hysteresis=2, growth_interval=2),
 ]
-SEEING: list[Policy[Any]] = [Headroom(init_scale=64.0), LogMax(init_scale=64.0), Histogram(init_scale=64.0)]
-ALL = [*POLICIES, FloorSchedule(init_scale=64.0, floors=((0, 32.0), (4, 256.0))), *SEEING]
+ALL: list[Policy[Any]] = [*POLICIES, Headroom(init_scale=64.0)]
 ALL += [kind() for kind in RULES.values() if kind not in map(type, ALL)]
-QUICK = [POLICIES[0], POLICIES[1], POLICIES[2], SEEING[0]]  # the others train with `make test-slow`
+QUICK = [POLICIES[0], POLICIES[1], POLICIES[2], ALL[-1]]  # the others train with `make test-slow`
 trained_with = pytest.mark.parametrize(
     "policy",
     [pytest.param(one, id=repr(one), marks=[pytest.mark.slow] * (one not in QUICK)) for one in ALL],

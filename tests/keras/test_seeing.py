@@ -1,4 +1,4 @@
-"""The gradient statistics that policies use, peak and share, on every backend."""
+"""The peak that policies use, on every backend."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 
 from preamp import Dynamic, Headroom
 from preamp.keras import LossScaleOptimizer
-from tests.seeing import Remembering, scales_after, seen_in
+from tests.seeing import Remembering, peak_of, scales_after
 
 from .driving import INF, WAYS, Run, array, same
 
-EDGE = 3.0
-POLICY = Remembering(limit=EDGE)
+POLICY = Remembering()
 COUNT = 8
 
 each_way = pytest.mark.parametrize("way", WAYS)
-magnitudes = st.sampled_from([0.0, -0.0, EDGE, -EDGE, float(np.nextafter(np.float32(EDGE), 0.0))])
-entries = st.lists(magnitudes | st.floats(-6e4, 6e4, width=16), min_size=COUNT, max_size=COUNT)
+entries = st.lists(st.floats(-6e4, 6e4, width=16), min_size=COUNT, max_size=COUNT)
 
 
 @cache
@@ -36,19 +34,19 @@ def run_of(way: str) -> Run:
 
 def remembered(run: Run) -> list[float]:
     state = run.optimizer._scaler.state.policy_state
-    return [float(array(variable)) for variable in (state.scale, state.peak, state.share)]
+    return [float(array(variable)) for variable in (state.scale, state.peak)]
 
 
 @each_way
 @settings(max_examples=25, deadline=None)
 @given(entries=entries)
 @example(entries=[0.0] * COUNT)
-def test_peak_and_share_are_those_of_all_scaled_gradients(way: str, entries: list[float]) -> None:
+def test_the_peak_is_that_of_all_scaled_gradients(way: str, entries: list[float]) -> None:
     run = run_of(way)
     gradients = np.array(entries[:6]).reshape(2, 3), np.array(entries[6:]), np.zeros((0, 2))
     run.apply(*gradients)
-    peak, share = seen_in([gradient.astype("float32") for gradient in gradients], EDGE)
-    assert remembered(run)[1:] == [peak, pytest.approx(share, rel=1e-6)]
+    peak = peak_of(gradient.astype("float32") for gradient in gradients)
+    assert remembered(run)[1:] == [peak]
     assert run.optimizer.last_step.peak == peak
 
 
@@ -59,36 +57,24 @@ def test_an_overflow_says_nothing(way: str, bad: float) -> None:
     run.apply(np.ones((2, 3)), np.full(2, -5.0), np.zeros((0, 2)))
     scale, *before = remembered(run)
     run.apply(np.full((2, 3), bad), np.ones(2), np.zeros((0, 2)))
-    assert before == [5.0, 0.25]
+    assert before == [5.0]
     assert remembered(run) == [scale / 2, *before]
     assert run.optimizer.last_step.peak is None
 
 
-@each_way
-def test_what_is_asked_for_alone_is_measured(way: str) -> None:
-    class Peaks(Remembering):
-        needs = frozenset({"peak"})
-
-        def advance(self, state: Any, reading: Any, where: Any = None) -> Any:
-            assert reading.share is None
-            return super().advance(state, reading._replace(share=0.0), where)
-
-    run = Run(LossScaleOptimizer(keras.optimizers.SGD(0.25), policy=Peaks()), np.ones(2), way=way)
-    run.step([0.5, 1.0])
-    assert remembered(run) == [4.0, 4.0, 0.0]
-    blind = LossScaleOptimizer(keras.optimizers.SGD(0.25), policy=Dynamic())
-    assert [v.name for v in run.optimizer.variables if v.name not in {w.name for w in blind.variables}] == [
-        "peak",
-        "share",
-        "last_peak",
-    ]
+def test_a_peak_that_is_not_needed_is_no_variable() -> None:
+    run, blind = (
+        Run(LossScaleOptimizer(keras.optimizers.SGD(0.25), policy=policy), np.ones(2)).optimizer
+        for policy in (POLICY, Dynamic())
+    )
+    assert {v.name for v in run.variables} - {v.name for v in blind.variables} == {"peak", "last_peak"}
 
 
 def test_what_keras_overwrites_with_its_gradient_is_no_gradient() -> None:
     run = Run(LossScaleOptimizer(keras.optimizers.SGD(0.25), policy=POLICY), np.ones(2), np.ones(1))
     run.variables[1].overwrite_with_gradient = True
     run.step([1.0, -0.5], [100.0])
-    assert remembered(run)[1:] == [4.0, 0.5]
+    assert remembered(run)[1:] == [4.0]
 
 
 def test_a_file_keeps_what_the_policy_remembers() -> None:

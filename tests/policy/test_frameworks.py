@@ -1,6 +1,6 @@
 """One policy, advanced by every framework: the same numbers as on Python floats, to the last bit.
 
-The readings of a policy that uses gradient statistics are those that its own scales make of a drifting peak:
+The readings of a policy that needs the peak are those that its own scales make of a drifting peak:
 some are 0, and what comes with an overflow is inf, NaN or 0.
 """
 
@@ -16,10 +16,7 @@ import pytest
 
 from preamp import (
     Dynamic,
-    FloorSchedule,
     Headroom,
-    Histogram,
-    LogMax,
     Moving,
     Policy,
     Reading,
@@ -56,16 +53,9 @@ SETTINGS: list[tuple[type[Policy[Any]], dict[str, Any]]] = [
     (Dynamic, {"growth_interval": 3, "growth_factor": 4.0, "compat": {"backoff_divisor": 8.0}, **BOUNDED}),
     (Tolerant, {"growth_interval": 5, "tolerance": 0.3}),
     (Tolerant, {"growth_interval": 2, "tolerance": 0.05, "growth_factor": 1.5, **BOUNDED, **DELAYED}),
-    (
-        FloorSchedule,
-        {"growth_interval": 5, "floors": ((0, 4.0), (90, 2.0**15), (300, 2.0**17)), "patience": 3},
-    ),
 ]
 SETTINGS += [(kind, {}) for kind in RULES.values() if kind not in dict(SETTINGS)]
 OTHERS: list[tuple[type[Policy[Any]], dict[str, Any]]] = [
-    (LogMax, {"log_max": 12.3, "deviations": 1.7, "mean_steps": 8, "variance_steps": 32, **BOUNDED}),
-    (LogMax, {"init_scale": 1000.0, "growth_factor": 3.0, "backoff_factor": 0.3, **BOUNDED}),
-    (Histogram, {"largest": 57344.0, "location": 0.7, "limit": 0.3, "growth_interval": 2, **BOUNDED}),
     (Headroom, {"margin": 2.3, "largest": 57344.0, "memory": 5, "patience": 16, **BOUNDED}),
 ]
 WIDE = {"scale_dtype": "float64", "factor_dtype": "float64"}
@@ -86,14 +76,13 @@ States = list[list[float]]
 
 def read(policy: Policy[Any], scale: float, step: int) -> Reading:
     """Return what a policy reads on a step of the script, at a scale."""
-    if not policy.needs:
+    if not policy.needs_peak:
         return Reading(SCRIPT[step] == "0")
     log = 20.0 * math.sin(step / 30.0) - (45.0 if 200 < step < 260 else 0.0) + random.Random(step).gauss(0, 1)
     peak = to_float32(2.0**log * scale)
     if SCRIPT[step] == "1" or peak > 65504.0:
-        return Reading(False, [math.inf, math.nan, 0.0][step % 3], [math.nan, 1.0][step % 2])
-    peak = peak if peak >= 2.0**-24 else 0.0
-    return Reading(True, peak, to_float32(0.2 * peak / policy.edge) if peak >= policy.edge else 0.0)
+        return Reading(False, [math.inf, math.nan, 0.0][step % 3])
+    return Reading(True, peak if peak >= 2.0**-24 else 0.0)
 
 
 def on_floats(policy: Policy[Any]) -> tuple[list[Reading], States]:

@@ -6,11 +6,15 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp import Headroom, PolicyError, Reading
+from preamp.checks import FLOAT32_MAX, FLOAT32_TINY
+from preamp.policy import choose
+from preamp.policy.logarithm import log2_near, two_to
 from tests.strategies import headrooms, quietly
 
 SMALLEST = 2.0**-24  # float16's
@@ -241,3 +245,22 @@ def test_a_saved_field_that_may_be_negative_is_a_number_still(level: float) -> N
     assert Headroom().restore({"level": -7.0}).level == -7.0
     with pytest.raises(PolicyError, match=r"level=.* Write "):
         Headroom().restore({"level": level})
+
+
+@pytest.mark.parametrize("finite", [True, np.bool_(True), np.bool_(False)])
+def test_a_step_without_a_peak_is_refused(finite: Any) -> None:
+    policy = Headroom()
+    with pytest.raises(PolicyError, match=r"Headroom.* the peak .*Write .*peak="):
+        policy.advance(policy.start(), Reading(finite))
+    policy.advance(policy.start(), Reading(finite=False))  # after an overflow it is not used
+
+
+@settings(deadline=None)
+@given(st.floats(0.0, FLOAT32_MAX, width=32) | st.sampled_from([math.inf, math.nan, 2.0**-126, 2.0**127]))
+def test_powers_and_logarithms_are_those_of_math(x: float) -> None:
+    normal = min(x, FLOAT32_MAX) if x > FLOAT32_TINY else FLOAT32_TINY
+    log = log2_near(x, choose)
+    assert -0.087 <= log - math.log2(normal) <= 1e-9
+    power = two_to(log, choose)
+    assert math.frexp(power)[0] == 0.5
+    assert power <= normal < 2.0 * power

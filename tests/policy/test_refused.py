@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 from preamp import (
     Compat,
     Dynamic,
-    FloorSchedule,
-    Histogram,
     InexactScale,
-    LogMax,
     Policy,
     PolicyError,
     Static,
@@ -56,38 +53,10 @@ BAD_COMPAT = {
 BAD_DYNAMIC = {"hysteresis": [*NOT_WHOLE, None, 0], "max_consecutive_overflows": [*NOT_WHOLE, 0]}
 BAD_TOLERANT = {"tolerance": [*NOT_A_NUMBER, -0.1, 1.1, math.inf]}
 BAD_STATIC = {"scale": [*NOT_A_NUMBER, *NOT_POSITIVE]}
-NOT_A_POWER: list[Any] = [*NOT_WHOLE, None, 0, 3, 2**13]
-BAD_LOG_MAX = {
-    "log_max": [*NOT_A_NUMBER, math.inf, 128, -126],
-    "deviations": [*NOT_A_NUMBER, *NOT_POSITIVE],
-    "mean_steps": NOT_A_POWER,
-    "variance_steps": NOT_A_POWER,
-    "settle_interval": [*NOT_WHOLE, None, 0],
-    "search_interval": [*NOT_WHOLE, None, 0],
-}
-BAD_HISTOGRAM = {
-    "largest": [*NOT_A_NUMBER, *NOT_POSITIVE],
-    "location": [*NOT_A_NUMBER, *NOT_POSITIVE, 1.0],
-    "limit": [*NOT_A_NUMBER, *NOT_POSITIVE, 1.0],
-    "growth_interval": [*NOT_WHOLE, None, 0],
-}
-BAD_FLOOR_SCHEDULE = {
-    "patience": [*NOT_WHOLE, None, 0],
-    "floors": [
-        *[None, 1.0, "1.0", (), (1.0,), [(0, 1.0)], ([0, 1.0],), ((0, 1.0, 2.0),)],
-        *[((0, value),) for value in (*NOT_POSITIVE, 2.0**-15, 2.0**33, 2.0**17)],
-        *[((step, 1.0),) for step in (*NOT_WHOLE, 2**24)],
-        *[((5, 1.0), (5, 2.0)), ((5, 1.0), (6, 1.0)), ((5, 1.0), (4, 2.0)), ((0, 2.0), (4, 1.0))],
-    ],
-}
-
 BAD_OF: dict[type[Policy[Any]], dict[str, list[Any]]] = {
     Dynamic: BAD | BAD_DYNAMIC,
     Tolerant: BAD | BAD_TOLERANT,
     Static: BAD_STATIC,
-    LogMax: BAD_LOG_MAX,
-    Histogram: BAD_HISTOGRAM,
-    FloorSchedule: BAD_FLOOR_SCHEDULE,
 }
 
 

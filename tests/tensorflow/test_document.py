@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from preamp import Dynamic, Histogram, LogMax, PolicyError, UsageError
+from preamp import Dynamic, Headroom, PolicyError, Tolerant, UsageError
 from preamp.tensorflow import LossScaleOptimizer
 
 from .kinds import KINDS, Peer, each_kind, inner, numbers, of_tf_keras, play, step, wrapped
@@ -63,8 +63,8 @@ def test_the_defaults(kind: str) -> None:
 
 @each_kind
 def test_the_growth_steps_of_any_policy_are_its_growth_interval(kind: str) -> None:
-    assert wrapped(kind, policy=Histogram(growth_interval=3)).dynamic_growth_steps == 3
-    assert wrapped(kind, policy=LogMax()).dynamic_growth_steps is None
+    assert wrapped(kind, policy=Tolerant(growth_interval=3)).dynamic_growth_steps == 3
+    assert wrapped(kind, policy=Headroom()).dynamic_growth_steps is None
 
 
 @each_kind

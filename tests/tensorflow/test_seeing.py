@@ -1,4 +1,4 @@
-"""The gradient statistics that policies use, peak and share."""
+"""The peak that policies use."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from preamp import Dynamic, Headroom, Trace
 from preamp.doctor import diagnose
 from preamp.guards import SpikeGuard
 from preamp.tensorflow import LossScaleOptimizer
-from tests.seeing import Remembering, scales_after, seen_in
+from tests.seeing import Remembering, peak_of, scales_after
 
 from .kinds import inner
 from .test_distributed import per_replica, strategy, trainer
 
 __all__ = ["strategy"]
 
-EDGE, SCALE = 3.0, 4.0
-POLICY = Remembering(SCALE, EDGE)
+SCALE = 4.0
+POLICY = Remembering(SCALE)
 INF = float("inf")
 # What is for one of tf_keras's kinds is for the other.
 each_kind, of_tf_keras = (
@@ -43,12 +43,12 @@ SCRIPT = [
 
 
 def remembered(optimizer: Any) -> list[float]:
-    """Return the scale, the peak and the share that the policy remembers."""
+    """Return the scale and the peak that the policy remembers."""
     if isinstance(optimizer, keras.optimizers.Optimizer):
         state = optimizer._scaler.state.policy_state._asdict()
     else:
         state = optimizer._loss_scale._policy_variables
-    return [float(tf.convert_to_tensor(state[name])) for name in ("scale", "peak", "share")]
+    return [float(tf.convert_to_tensor(state[name])) for name in ("scale", "peak")]
 
 
 def stepping(optimizer: Any, variable: Any) -> Callable[[Any], None]:
@@ -69,14 +69,14 @@ def test_a_policy_sees_gradients_as_they_were_before_they_were_unscaled(kind: st
     optimizer, variable = LossScaleOptimizer(inner(kind), policy=POLICY), tf.Variable([1.0, 2.0])
     take = stepping(optimizer, variable)
     take = tf.function(take, autograph=False) if compiled else take
-    scale, expected = SCALE, (0.0, 0.0)
+    scale, expected = SCALE, 0.0
     for values in SCRIPT:
         clean = bool(np.isfinite(values).all())
-        expected = seen_in([np.float32(values) * scale], EDGE) if clean else expected
+        expected = peak_of([np.float32(values) * scale]) if clean else expected
         scale = scale if clean else scale / 2
         take(tf.constant(values))
-        assert remembered(optimizer) == [scale, *map(pytest.approx, expected)]
-        assert optimizer.last_step.peak == (pytest.approx(expected[0]) if clean else None)
+        assert remembered(optimizer) == [scale, pytest.approx(expected)]
+        assert optimizer.last_step.peak == (pytest.approx(expected) if clean else None)
 
 
 @each_kind
@@ -103,7 +103,7 @@ def test_replicas_are_seen_as_one(kind: str, strategy: Any) -> None:
         variable, optimizer = tf.Variable([1.0, 2.0]), LossScaleOptimizer(inner(kind), policy=POLICY)
     train = trainer(strategy, optimizer, variable)
     train(per_replica(strategy, [0.5, -0.75]))
-    expected = [3.0, 0.5] if kind == "keras" else [1.0, 0.0]
+    expected = [3.0] if kind == "keras" else [1.0]
     assert remembered(optimizer) == [4.0, *expected]
     train(per_replica(strategy, [INF, 5.0]))
     assert remembered(optimizer) == [2.0, *expected]
@@ -116,7 +116,7 @@ def test_gradients_that_are_not_summed_are_seen_on_all_replicas(kind: str, strat
         variable, optimizer = tf.Variable([1.0, 2.0]), LossScaleOptimizer(inner(kind), policy=POLICY)
     train = trainer(strategy, optimizer, variable, experimental_aggregate_gradients=False)
     train(per_replica(strategy, [0.5, -0.75]))
-    assert remembered(optimizer) == [4.0, 3.0, 0.5]
+    assert remembered(optimizer) == [4.0, 3.0]
 
 
 @of_tf_keras
@@ -127,7 +127,7 @@ def test_what_a_policy_remembers_is_in_the_configuration(kind: str) -> None:
         take(tf.constant(values))
     again = LossScaleOptimizer(inner(kind), policy=POLICY)
     again._loss_scale.restore(optimizer._loss_scale.numbers())
-    assert remembered(again) == remembered(optimizer) == [2.0, 3.5, 1.0]
+    assert remembered(again) == remembered(optimizer) == [2.0, 3.5]
     assert again.last_step == optimizer.last_step._replace(loss=None)
 
 

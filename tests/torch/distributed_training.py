@@ -52,7 +52,7 @@ class Training:
         closure: whether the optimizer evaluates a closure.
         compiled: whether to compile the end of an iteration, after the first.
         clip: for our `step`; PyTorch's scaler gets clipped by PyTorch's functions.
-        edge: of a policy that uses gradient statistics, if that is to be used.
+        seeing: whether the policy uses the peak.
         more: for the scaler.
     """
 
@@ -67,14 +67,14 @@ class Training:
         closure: bool = False,
         compiled: bool = False,
         clip: dict[str, float] | None = None,
-        edge: float | None = None,
+        seeing: bool = False,
         **more: Any,
     ) -> None:
         self.model, self.unscale, self.closure, self.clip = model, unscale, closure, clip or {}
         self.named = dict(model.named_parameters())
         self.optimizer = getattr(torch.optim, optimizer)(self.named.items(), lr=0.1, **(options or {}))
         self.ours = scaler.startswith("ours")
-        rule = SETTINGS if edge is None else {"policy": Remembering(SETTINGS["init_scale"], edge)}
+        rule = {"policy": Remembering(SETTINGS["init_scale"])} if seeing else SETTINGS
         self.scaler = SCALERS[scaler]("cpu", **rule, **more)
         self.finish: Callable[..., None] = self._finish
         self.compiled = compiled

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preamp import Dynamic, Headroom, Histogram, LogMax, PolicyError, Static, Tolerant, Trace, dialects
+from preamp import Dynamic, Headroom, PolicyError, Static, Tolerant, Trace, dialects
 from preamp.errors import UsageError
 from preamp.torch import GradScaler
 
@@ -44,8 +44,6 @@ POLICIES = {
     "tolerant": {"policy": Tolerant(init_scale=2.0**10, tolerance=0.3, growth_interval=3)},
     "static": {"policy": Static(2.0**10)},
     "headroom": {"policy": Headroom(init_scale=2.0**10, memory=2, patience=4)},
-    "histogram": {"policy": Histogram(init_scale=2.0**10)},
-    "log max": {"policy": LogMax(init_scale=2.0**10, settle_interval=2, search_interval=2)},
 }
 kinds = pytest.mark.parametrize("kind", list(OPTIMIZERS))
 EXAMPLES = 150

@@ -307,13 +307,13 @@ def test_combined_clipping_takes_a_handful_of_calls():
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
-def test_a_peak_takes_one_call_for_each_gradient_and_a_share_none_below_the_edge(kind):
+def test_a_peak_takes_one_call_for_each_gradient(kind):
     """A fused step that looks for the peak looks for nothing else."""
-    blind = counted(GradScaler("cpu", policy=Static(1024.0)), kind).calls
-    for edge in (INF, 2.0):
-        seeing = counted(GradScaler("cpu", policy=Remembering(1024.0, edge)), kind).calls
-        assert 161 <= seeing - blind <= 161 + 6
-    assert counted(GradScaler("cpu", policy=Remembering(1024.0, 1.0)), kind).calls - seeing <= 3 * 161 + 3
+    blind, seeing = (
+        counted(GradScaler("cpu", policy=policy), kind).calls
+        for policy in (Static(1024.0), Remembering(1024.0))
+    )
+    assert 161 <= seeing - blind <= 161 + 6
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}])

@@ -22,7 +22,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Orig
 
 import preamp
 from preamp.torch import ShardedGradScaler
-from preamp.torch.scaling.gradient_stats import WIDTH
+from preamp.torch.scaling.gradient_stats import BINS
 
 from . import distributed_worker as worker
 from .distributed_training import OVERFLOW, STEPS, Seen, alone, net
@@ -393,46 +393,29 @@ def test_the_sharded_scaler_takes_arguments_in_the_order_of_the_original():
     assert (*rule, scaler.get_growth_interval()) == (2.0**8, 0.25, 4.0, 7)
 
 
-# Policies that use gradient statistics.
+# A policy that uses the peak.
 
 
-SEEING: dict[str, Any] = {"edge": 512.0, **PLAIN_SGD}
+SEEING: dict[str, Any] = {"seeing": True, **PLAIN_SGD}
 
 
 def assert_saw_as(seen: Seen, reference: Seen) -> None:
-    """Check that ranks saw the share that one process sees, and its peak to the next power of two above."""
+    """Check that ranks saw the peak that one process sees, to the next power of two above."""
     assert seen["peaks"] == [peak and 2.0 ** math.ceil(math.log2(peak)) for peak in reference["peaks"]]
     assert seen["peaks"][OVERFLOW] is None
-    shown, expected = (one["state"]["preamp_state"] for one in (seen, reference))
-    assert shown["peak"] == seen["peaks"][-1]
-    assert 0.0 < shown["share"] < 1.0
-    assert shown["share"] == pytest.approx(expected["share"], rel=1e-6)
+    assert seen["state"]["preamp_state"]["peak"] == seen["peaks"][-1]
     assert seen["scales"] == reference["scales"]
 
 
 @pytest.mark.parametrize("capturable", [[False] * 2, [True] * 2, [False, True]], ids=str)
 @pytest.mark.parametrize("how", [{}, {"clip": BOTH}, {"unscale": True}, {"twins": True}], ids=str)
-def test_all_ranks_are_shown_the_peak_and_the_share_of_all(two, how, capturable):
+def test_all_ranks_are_shown_the_peak_of_all(two, how, capturable):
     seen = two("split", agree="in place", capturable=capturable, **how, **SEEING)
     assert seen[0]["state"] == seen[1]["state"]
     how.pop("twins", None)
     assert_saw_as(seen[0], alone(worker.Split(), scaler="ours", **how, **SEEING))
-    lengths = [2 + WIDTH] + [2] * ("max_value" in how.get("clip", {}))
+    lengths = [2 + BINS] + [2] * ("max_value" in how.get("clip", {}))
     assert seen[0]["calls"] == [[f"torch.float64 [{length}]" for length in lengths]] * STEPS
-
-
-@pytest.mark.parametrize("capturable", [False, True], ids=["", "capturable"])
-@pytest.mark.parametrize(
-    ("scenario", "how"), [("fsdp2", {"plain": ["4.weight"]}), ("tensor_parallel", {"shape": [2]})]
-)
-def test_copies_do_not_distort_the_share(two, scenario, how, capturable):
-    policy = {**SEEING, "edge": 32.0}
-    seen = agreed(two(scenario, capturable=capturable, **how, **policy))
-    assert_saw_as(seen, alone(net(6) if scenario == "tensor_parallel" else None, scaler="ours", **policy))
-
-
-def test_where_copies_cannot_be_told_no_share_is_invented(four):
-    assert all("needs a share" in one["refused"] for one in four("crossed_meshes", **SEEING))
 
 
 # The optimizer with a scaler inside.

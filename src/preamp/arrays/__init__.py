@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -65,23 +65,6 @@ class Arrays(Protocol[A, T]):
         """Return the largest magnitude: 0 without entries, at most the largest finite float32.
 
         It is undefined, possibly NaN, where an entry is not finite.
-        """
-
-    def count_from(self, edge: float, arrays: Sequence[A], /) -> T:
-        """Return how many entries have a magnitude of `edge` or more.
-
-        Args:
-            edge: above 0.
-            arrays: one at least.
-        """
-
-    def gradient_stats(self, needs: Collection[str], edge: float, arrays: Sequence[A], /) -> dict[str, T]:
-        """Return what a policy needs to know of scaled gradients, by the fields of `Reading`.
-
-        Args:
-            needs: `Policy.needs`: "peak", "share", both or neither.
-            edge: `Policy.edge`, from which entries count for the share.
-            arrays: the gradients.
         """
 
     def read(self, scalars: Sequence[T], /) -> list[float]:

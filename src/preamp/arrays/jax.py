@@ -9,7 +9,7 @@ in one are slower, and comparing entries or counting integers would take three.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -198,42 +198,6 @@ def peak(arrays: Iterable[Gradient], maximum: Callable[[list[Array]], Array] | N
     return maximum(peaks) if maximum else reduce(jnp.maximum, peaks, jnp.zeros((), jnp.float32))
 
 
-def count_from(edge: float, arrays: Iterable[Gradient]) -> Array:
-    """Return how many entries have a magnitude of the edge or more, a float32 scalar.
-
-    Args:
-        edge: above 0.
-        arrays: of complex ones the real and the imaginary parts count.
-    """
-    return sum(_counts(edge, _real_parts(arrays)), jnp.zeros(()))
-
-
-def gradient_stats(
-    needs: Collection[str],
-    edge: float,
-    arrays: Sequence[Gradient],
-    add: Callable[[list[Array]], Array | int] = sum,
-    maximum: Callable[[list[Array]], Array] | None = None,
-) -> dict[str, Array]:
-    """Return the "peak" of gradients and the "share" from the edge on, as far as needed.
-
-    Args:
-        needs: "peak", "share", both or neither. Each takes a pass.
-        edge: the magnitude from which entries count.
-        arrays: of complex ones the real and the imaginary parts are entries.
-        add: adds up numbers of the arrays, perhaps with those of other devices.
-        maximum: returns the largest of such numbers.
-    """
-    stats = {"peak": peak(arrays, maximum)} if "peak" in needs else {}
-    if "share" in needs:
-        parts = _real_parts(arrays)
-        pairs = zip(_counts(edge, parts), parts, strict=True)  # both are added up at once
-        total = add([jnp.zeros(2), *[jnp.stack([count, jnp.float32(part.size)]) for count, part in pairs]])
-        count, size = cast(Array, total)
-        stats["share"] = count / jnp.maximum(size, 1.0)
-    return stats
-
-
 def read(scalars: Sequence[Array]) -> list[float]:
     """Copy scalars to the host as floats, all of them at once.
 
@@ -266,17 +230,6 @@ def _sum_of_squares(array: Array) -> Array:
 def _largest(array: Array) -> Array:
     magnitude = jnp.max(jnp.abs(array), initial=0.0)
     return jnp.minimum(magnitude, np.finfo(np.float32).max).astype(jnp.float32)
-
-
-def _counts(edge: float, parts: Iterable[Array]) -> list[Array]:
-    """Return for each array how many entries have a magnitude of the edge or more."""
-    counts = []
-    for part in parts:
-        below = np.nextafter(part.dtype.type(edge), part.dtype.type(0.0))
-        # Without the barrier XLA stores the magnitudes, to compute the peak from them as well.
-        magnitude = jnp.abs(lax.optimization_barrier(part))
-        counts.append(jnp.sum(jnp.sign(jnp.maximum(magnitude, below) - below)).astype(jnp.float32))
-    return counts
 
 
 def _real_parts(arrays: Iterable[Gradient]) -> list[Array]:

@@ -5,7 +5,7 @@ A gradient is a tensor or `tf.IndexedSlices`, of which the stored entries count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from preamp.arrays import LARGEST_NORM, LEAST_NORM, Unscaled
@@ -113,55 +113,26 @@ def global_norm(gradients: Sequence[Gradient | None]) -> tf.Tensor:
 
 
 def peak(gradients: Sequence[Gradient | None]) -> tf.Tensor:
-    """Return the largest magnitude, a float32 scalar: 0 of nothing, float32's largest of larger ones."""
-    return tf.reduce_max([0.0, *[_largest(values) for values in _values(gradients)]])
-
-
-def count_from(edge: Number, gradients: Sequence[Gradient | None]) -> tf.Tensor:
-    """Return how many entries have a magnitude of the edge or more, a float32 scalar."""
-
-    def count(values: tf.Tensor) -> tf.Tensor:
-        values = _wide(values)
-        reach = tf.abs(values) >= tf.cast(edge, values.dtype)
-        return tf.cast(tf.math.count_nonzero(reach), tf.float32)
-
-    return _sum([count(values) for values in _values(gradients)])
-
-
-def entries(gradients: Sequence[Gradient | None]) -> tf.Tensor:
-    """Return how many entries there are, a float32 scalar."""
-    return _sum([tf.size(values, tf.float32) for values in _values(gradients)])
-
-
-def gradient_stats(
-    needs: Collection[str], edge: Number, gradients: Sequence[Gradient | None]
-) -> dict[str, tf.Tensor]:
-    """Return the "peak" of all replicas' gradients and the "share" from the edge on, as far as needed.
+    """Return the largest magnitude, a float32 scalar: 0 of nothing, float32's largest of larger ones.
 
     Args:
-        needs: "peak", "share", both or neither.
-        edge: the magnitude from which entries count.
-        gradients: in a cross-replica context those of each replica; elsewhere one replica's own.
+        gradients: in a cross-replica context those of each replica; elsewhere one replica's own. The peak is
+            that of all replicas.
     """
 
     def measured(gradients: Sequence[Gradient | None]) -> tf.Tensor:
-        largest = peak(gradients) if "peak" in needs else 0.0
-        count = count_from(edge, gradients) if "share" in needs else 0.0
-        return tf.stack([largest, count, entries(gradients)])[None]
+        return tf.reduce_max([0.0, *[_largest(values) for values in _values(gradients)]])
 
-    if not needs:
-        return {}
     if tf.distribute.in_cross_replica_context():
         strategy = tf.distribute.get_strategy()
-        rows = strategy.gather(strategy.extended.call_for_each_replica(measured, args=(gradients,)), axis=0)
-    else:
-        replica, rows = tf.distribute.get_replica_context(), measured(gradients)
-        rows = rows if replica.num_replicas_in_sync == 1 else replica.all_gather(rows, axis=0)
-    peaks, counts, sizes = tf.unstack(rows, axis=1)
-    share = tf.reduce_sum(counts) / tf.maximum(tf.reduce_sum(sizes), 1.0)
-    return {
-        name: value for name, value in (("peak", tf.reduce_max(peaks)), ("share", share)) if name in needs
-    }
+        peaks = strategy.extended.call_for_each_replica(lambda own: measured(own)[None], args=(gradients,))
+        return tf.reduce_max(strategy.gather(peaks, axis=0))
+    replica, largest = tf.distribute.get_replica_context(), measured(gradients)
+    return (
+        largest
+        if replica.num_replicas_in_sync == 1
+        else tf.reduce_max(replica.all_gather(largest[None], axis=0))
+    )
 
 
 def read(scalars: Sequence[tf.Tensor]) -> list[float]:

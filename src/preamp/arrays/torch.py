@@ -79,18 +79,6 @@ def peak(arrays: Sequence[Tensor]) -> Tensor:
     return _gradients_of(arrays).largest().amax().clamp(max=FLOAT32_MAX)
 
 
-def count_from(edge: float, arrays: Sequence[Tensor]) -> Tensor:
-    return _gradients_of(arrays).count(edge, range(len(arrays)))
-
-
-def gradient_stats(needs: Collection[str], edge: float, arrays: Sequence[Tensor]) -> dict[str, Tensor]:
-    stats = {"peak": peak(arrays)} if "peak" in needs else {}
-    if "share" in needs:
-        count = count_from(edge, arrays) if arrays else torch.zeros(())
-        stats["share"] = count / max(_gradients_of(arrays).entries(), 1.0)
-    return stats
-
-
 def read(scalars: Sequence[Tensor]) -> list[float]:
     device, dtype = scalars[-1].device, torch.float32
     for scalar in scalars:
@@ -189,25 +177,6 @@ class Gradients:
             unit = torch.where(each.amax() > 0.0, each.amax(), 1.0)
             norm = torch.linalg.vector_norm(each / unit) * unit
         return norm
-
-    def entries(self) -> float:
-        """Return how many entries are this rank's to count."""
-        shares = self.shares or [1.0] * len(self.tensors)
-        return sum(share * t.numel() for share, t in zip(shares, self.tensors, strict=True))
-
-    def count(self, edge: float, among: Sequence[int]) -> Tensor:
-        """Return how many of this rank's entries have a magnitude of `edge` or more, 0-dim, unread.
-
-        Args:
-            edge: the least magnitude that counts.
-            among: the positions of the gradients to count in; one at least.
-        """
-        tensors, device = [self.tensors[i] for i in among], self.tensors[0].device
-        counts = [(t.abs() >= _next_in(t.dtype, edge)).sum().to(device) for t in tensors]
-        if self.shares is None:
-            return torch.stack(counts).sum()
-        weighted = [count * self.shares[i] for i, count in zip(among, counts, strict=True)]
-        return torch.stack(weighted).sum()
 
     def fits(self, divisor: float) -> bool:
         """Return whether every gradient stays finite when it is divided by a number up to 1.
@@ -499,15 +468,6 @@ def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
 
 def _at(tensors: Sequence[Tensor], indices: list[int]) -> list[Tensor]:
     return list(tensors) if len(indices) == len(tensors) else [tensors[i] for i in indices]
-
-
-def _next_in(dtype: torch.dtype, number: float) -> float:
-    """Return the least number of a dtype that is a given one, above 0, or more: tensors compare in theirs."""
-    info = torch.finfo(dtype)
-    if not 0.0 < number <= info.max:
-        return math.inf if number > 0.0 else number
-    unit = max(math.ldexp(info.eps, math.frexp(number)[1] - 1), info.smallest_normal * info.eps)
-    return math.ceil(number / unit) * unit
 
 
 def _suits_dot(tensor: Tensor) -> bool:

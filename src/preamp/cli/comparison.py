@@ -231,7 +231,7 @@ def compare(rules: Mapping[str, Policy[Any]], played: Played, path: Path) -> Non
 
 
 def _refuse_without_peaks(rules: Mapping[str, Policy[Any]], steps: Process | list[bool]) -> None:
-    needing = [name for name, rule in rules.items() if rule.needs]
+    needing = [name for name, rule in rules.items() if rule.needs_peak]
     if needing and not isinstance(steps, Process):
         raise PreampError(
             f"{needing[0]} needs the size of the gradients, which is not known for these steps. "

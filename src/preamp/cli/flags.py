@@ -156,7 +156,7 @@ def _unknown(flag: str, name: str, known: Iterable[str]) -> PreampError:
 
 
 def _key(name: str) -> str:
-    """Return a name in one spelling: "LogMax", "log-max" and "log_max" are the same."""
+    """Return a name in one spelling: "Head-room" and "headroom" are the same."""
     return re.sub("[-_]", "", name).lower()
 
 

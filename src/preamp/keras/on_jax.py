@@ -56,7 +56,7 @@ def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
     _, finite, norm, peaks = step.unscaled()
     # A loss of another trace, or one that was computed outside, belongs to another step.
     loss = step.loss_where(_trace_of(step.loss) is _trace_of(step.scale))
-    measured = step.scaler.measured(finite, norm, step.gradient_stats(), loss)
+    measured = step.scaler.measured(finite, norm, step.peak(), loss)
     judged = step.scaler.judge(measured, _where)
     after = jax.lax.cond(finite if judged is None else judged.taken, take, lambda: before)
     for variable, value in zip(mutable, after, strict=True):

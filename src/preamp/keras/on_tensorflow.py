@@ -39,12 +39,13 @@ def take_traced(step: ScaledStep[Gradient, tf.Tensor]) -> bool:
             'replicas because Keras sums their gradients later. Write guard=SpikeGuard(watch="loss").'
         )
     loss = step.loss_where(tf.executing_eagerly() or _is_within(step.loss))
-    stats = step.gradient_stats()
+    peak = step.peak()
     gradients, finite, norm, peaks = step.unscaled()
     if peaks is not None and step.inner_clips:
         gradients = _clippable(step, gradients, peaks)
     finite, loss = _agreed(replica, finite, loss)
-    measured = {"finite": finite, "norm": norm, **({} if loss is None else {"loss": loss}), **stats}
+    found = {"finite": finite, "grad_norm": norm, "peak": peak, "loss": loss}
+    measured = {name: value for name, value in found.items() if value is not None}
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         _update_or_skip(step.scaler, measured, lambda: update(step.inner, gradients, step.variables))
     else:
@@ -96,9 +97,7 @@ def _update_or_skip(
     scaler: ScalerVariables[Any], measured: dict[str, tf.Tensor], update: Callable[[], None]
 ) -> None:
     """Advance inside each branch, where `finite` is constant, so that half of the rule drops out."""
-    stats = dict(measured)
-    loss = stats.pop("loss", None)
-    read = scaler.measured(stats.pop("finite"), stats.pop("norm"), stats, loss)
+    read = scaler.measured(**{"peak": None, "loss": None, **measured})
     judged = scaler.judge(read, _where)
 
     def take() -> tf.Tensor:

@@ -155,20 +155,18 @@ class ScalerVariables(Generic[S]):
         self._skips = None if guard is None else SkipsInARow(guard)
         self._is_compiled = False
 
-    def measured(
-        self, finite: T | bool, grad_norm: T, stats: Mapping[str, T], loss: T | None
-    ) -> Measured[Any]:
+    def measured(self, finite: T | bool, grad_norm: T, peak: T | None, loss: T | None) -> Measured[Any]:
         """Return what was measured in a step of a program that is being compiled.
 
         Args:
             finite: whether the gradients are finite.
             grad_norm: global L2 norm of the unscaled gradients.
-            stats: the `peak` and `share` of the scaled gradients, if the policy needs them.
+            peak: the largest magnitude among the scaled gradients, if the policy needs it.
             loss: the loss, for a guard that uses it.
         """
         # The sum is a copy: TensorFlow may read the variable's own memory, which is about to be written.
         scale = self.state.policy_state.scale.value + 0.0
-        return Measured(finite, scale, grad_norm, loss=loss, **stats)
+        return Measured(finite, scale, grad_norm, peak, loss)
 
     def judge(self, measured: Measured[Any], where: Where) -> GuardRecord[Any] | None:
         """Return what the guard decides in a program that is being compiled; None without a guard."""
@@ -573,18 +571,13 @@ class ScaledStep(Generic[G, T]):
                 )
         return found
 
-    def gradient_stats(self) -> Mapping[str, T]:
-        """Return the statistics of the scaled gradients that the policy needs, by the fields of `Reading`."""
-        policy = self.scaler.policy
-        if not policy.needs:
-            return {}
-        gradients = [cast(G, self.gradients[place]) for place in self._divided]
-        if self.scale is not None:
-            return self.arrays.gradient_stats(policy.needs, policy.edge, gradients)
-        # The gradients are already divided, so the edge is too. Only on TensorFlow, where it can be a tensor.
-        scale = self.scaler.state.policy_state.scale.value
-        stats = self.arrays.gradient_stats(policy.needs, policy.edge / scale, gradients)
-        return {name: value * scale if name == "peak" else value for name, value in stats.items()}
+    def peak(self) -> T | None:
+        """Return the largest magnitude among the scaled gradients; None if the policy does not need it."""
+        if not self.scaler.policy.needs_peak:
+            return None
+        peak: T = self.arrays.peak([cast(G, self.gradients[place]) for place in self._divided])
+        # `preamp.tensorflow` divides beforehand, and has no scale here.
+        return peak if self.scale is not None else peak * self.scaler.state.policy_state.scale.value
 
     def take_on_host(self) -> None:
         """Take the step where numbers can be read: one read, then Python decides.
@@ -594,10 +587,9 @@ class ScaledStep(Generic[G, T]):
         """
         scaler, guard = self.scaler, self.scaler.guard
         loss = None if guard is None else self.loss_where(self.backend.is_concrete(self.loss))
-        stats = self.gradient_stats()  # before they are unscaled in place
+        peak = self.peak()  # before they are unscaled in place
         unscaled = self.unscaled()
-        if loss is not None:
-            stats = {**stats, "loss": loss}
+        stats = {name: one for name, one in (("peak", peak), ("loss", loss)) if one is not None}
         variables = scaler.floats if guard is None else [*scaler.floats, *scaler.guard_scalars]
         state_values = [variable.value for variable in variables]
         numbers = self.arrays.read([unscaled.finite, unscaled.norm, *stats.values(), *state_values])
@@ -608,7 +600,7 @@ class ScaledStep(Generic[G, T]):
         gradients = unscaled.gradients
         if finite and not LEAST_NORM <= norm <= LARGEST_NORM:
             finite, norm, gradients = self._measured_by_largest(gradients)
-        found = dict(zip(stats, numbers[2:], strict=False)) if stats else {}
+        found = dict(zip(stats, numbers[2:], strict=False))
         measured = Measured(finite, state[0], norm, **found)
         guard_state, judged, taken = None, None, finite
         if guard is not None:

@@ -19,10 +19,7 @@ What other systems do differently is in `Compat`; their rules are in `preamp.dia
 from preamp.policy.base import Policy, Reading, State, Where, choose, setting
 from preamp.policy.bounded import Bounded, Compat, Moving
 from preamp.policy.dynamic import Dynamic
-from preamp.policy.floor_schedule import FloorSchedule, FloorState
 from preamp.policy.headroom import Headroom, HeadroomState
-from preamp.policy.histogram import Histogram
-from preamp.policy.log_max import LogMax, LogMaxState
 from preamp.policy.static import Static
 from preamp.policy.tolerant import Tolerant, TolerantState
 
@@ -30,13 +27,8 @@ __all__ = [
     "Bounded",
     "Compat",
     "Dynamic",
-    "FloorSchedule",
-    "FloorState",
     "Headroom",
     "HeadroomState",
-    "Histogram",
-    "LogMax",
-    "LogMaxState",
     "Moving",
     "Policy",
     "Reading",

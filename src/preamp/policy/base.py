@@ -44,8 +44,6 @@ class Reading(NamedTuple):
         peak: the largest magnitude among the scaled gradients, 0 if all are zero; None where the policy does
             not need it. Over ranks it is rounded up to a power of two. Undefined, possibly NaN, after an
             overflow.
-        share: the share of the entries of the scaled gradients whose magnitude is `Policy.edge` or more,
-            from 0 to 1; None where the policy does not need it. Undefined, possibly NaN, after an overflow.
         loss: the loss, not scaled, the mean over ranks; None where it is not known. Used by
             guards only.
         grad_norm: global L2 norm of the unscaled gradients before clipping; None where it is not known, as
@@ -54,7 +52,6 @@ class Reading(NamedTuple):
 
     finite: Scalar
     peak: Scalar = None
-    share: Scalar = None
     loss: Scalar = None
     grad_norm: Scalar = None
 
@@ -90,18 +87,12 @@ class Policy(ABC, Generic[S]):
     docstring. Its state is a NamedTuple of floats that has the fields of `State`, perhaps among others.
 
     Attributes:
-        needs: the fields of a `Reading` that the rule uses besides `finite`. Adapters measure only these.
-        edge: the magnitude from which entries count for `Reading.share`, for rules that use it.
+        needs_peak: whether the rule uses `Reading.peak`. Adapters measure it only then.
         signed: the fields of the state that may be negative.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    needs_peak: ClassVar[bool] = False
     signed: ClassVar[frozenset[str]] = frozenset()
-
-    @property
-    def edge(self) -> float:
-        """The magnitude from which entries count for `Reading.share`."""
-        return math.inf
 
     def __init_subclass__(cls) -> None:
         """Add an "Args" section with every described setting to the docstring."""
@@ -130,21 +121,20 @@ class Policy(ABC, Generic[S]):
             where: the framework's ``where(condition, yes, no)``.
         """
 
-    def measured(self, name: str, reading: Reading) -> Scalar:
-        """Return a field of a reading that this rule needs.
+    def peak_in(self, reading: Reading) -> Scalar:
+        """Return the peak of a reading, for a rule that needs it.
 
         It is undefined, possibly NaN, after an overflow: let it reach the state through `where` only.
 
         Raises:
             PolicyError: if it was not measured, unless a Python False says that the step overflowed.
         """
-        value = getattr(reading, name)
-        if value is None and reading.finite is not False:
+        if reading.peak is None and reading.finite is not False:
             raise PolicyError(
-                f"{self!r} needs the {name} of the gradients, and this reading has none. "
-                f"Write Reading(finite, {name}=...), or use a policy that only needs overflows: Dynamic()."
+                f"{self!r} needs the peak of the gradients, and this reading has none. "
+                "Write Reading(finite, peak=...), or use a policy that only needs overflows: Dynamic()."
             )
-        return 0.0 if value is None else value
+        return 0.0 if reading.peak is None else reading.peak
 
     def exhausted(self, state: S, after: S, reading: Reading, where: Where = choose) -> Scalar:
         """Return whether the policy gives up on this step instead of moving to `after`."""

@@ -76,7 +76,7 @@ class Headroom(Policy[HeadroomState]):
     32768.0
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"peak"})
+    needs_peak: ClassVar[bool] = True
     signed: ClassVar[frozenset[str]] = frozenset({"level", "lost"})
 
     init_scale: float = setting(2.0**16, "the scale of the first step.")
@@ -98,7 +98,7 @@ class Headroom(Policy[HeadroomState]):
         return HeadroomState(self.init_scale, 0.0, 0.0, 0.0, 0.0, 0.0, FIRST_SPREAD, 0.0)
 
     def advance(self, state: HeadroomState, reading: Reading, where: Where = choose) -> HeadroomState:
-        peak = self.measured("peak", reading)
+        peak = self.peak_in(reading)
         visible = reading.finite & (peak >= self._smallest_peak)
         if where is choose:  # Python numbers: only one of the two is needed
             after = (

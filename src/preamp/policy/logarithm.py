@@ -22,13 +22,6 @@ _STEPS = (64, 32, 16, 8, 4, 2, 1)  # their sum is 127: from 1 they reach the lar
 _LOWEST = -126.0
 
 
-def power_below(x: Scalar, where: Where) -> Scalar:
-    """Return the largest power of two that is not above `x`, from 2**-126 to 2**127."""
-    if type(x) is float:
-        return math.ldexp(0.5, math.frexp(x if FLOAT32_TINY < x < FLOAT32_MAX else _normal(x))[1])
-    return _floor(_normal_scalar(x, where), where)[0]
-
-
 def log2_near(x: Scalar, where: Where) -> Scalar:
     """Return the exponent of `x` plus its fraction, on the grid: log2 of it, or 0.09 less."""
     if type(x) is float:

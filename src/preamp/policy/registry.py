@@ -14,17 +14,12 @@ from preamp.checks import shown
 from preamp.errors import InexactScale, PolicyError
 from preamp.policy.base import Policy
 from preamp.policy.dynamic import Dynamic
-from preamp.policy.floor_schedule import FloorSchedule
 from preamp.policy.headroom import Headroom
-from preamp.policy.histogram import Histogram
-from preamp.policy.log_max import LogMax
 from preamp.policy.static import Static
 from preamp.policy.tolerant import Tolerant
 
 # The command line takes the first that has all settings given: the usual rule comes first.
-RULES: dict[str, type[Policy[Any]]] = {
-    rule.__name__: rule for rule in (Dynamic, FloorSchedule, Headroom, Histogram, LogMax, Static, Tolerant)
-}
+RULES: dict[str, type[Policy[Any]]] = {rule.__name__: rule for rule in (Dynamic, Headroom, Static, Tolerant)}
 REGISTER = '@keras.saving.register_keras_serializable(package="mine")'
 
 

@@ -56,8 +56,8 @@ def powers(count: int) -> str:
 def kebab(name: str) -> str:
     """Return the name of a class in the form of a command-line flag.
 
-    >>> kebab("LogMax")
-    'log-max'
+    >>> kebab("SpikeGuard")
+    'spike-guard'
     """
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name).lower()
 

@@ -172,12 +172,6 @@ class Process(ABC):
         """Return the share of entries that are rounded to 0, given the scaled typical peak."""
         return self.share_below(self.bottom / typical) if typical > 0.0 else 1.0
 
-    def share_from(self, edge: float, peak: float, typical: float) -> float:
-        """Return the share of entries of `edge` or more, given the scaled peaks: at least the peak's own."""
-        if peak < edge:
-            return 0.0
-        return max(1.0 - self.share_below(edge / typical) if typical > 0.0 else 0.0, 1.0 / ENTRIES)
-
     @cached_property
     def best_scale(self) -> float | None:
         """The highest power of two that, as a constant scale, overflows in at most one step in 1000.

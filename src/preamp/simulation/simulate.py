@@ -29,7 +29,7 @@ def simulate(
 
     Args:
         policy: any policy or dialect.
-        overflows: a process, such as those of `preamp.processes`: overflows and gradient statistics then
+        overflows: a process, such as those of `preamp.processes`: overflows and peaks then
             depend on the policy's own scale. Or losses with spikes, such as `processes.RestingLoss()`, for
             a guard: `process.outcome(trace)` then counts the spikes that it missed. Or, the same at every
             scale, for each step True if its gradients overflow, or a `Reading`, or a `Step` of a recorded
@@ -92,7 +92,7 @@ def _guarded(
             )
         reading = _reading(item)
         scale, norm = state.policy_state.scale, reading.grad_norm
-        measured = Measured(reading.finite, scale, norm, reading.peak, reading.share, reading.loss)
+        measured = Measured(reading.finite, scale, norm, reading.peak, reading.loss)
         judged = judge(guard, guard_state, measured)
         guard_state = judged.state
         state, gave_up = advance(policy, state, measured, judged=judged)
@@ -108,7 +108,7 @@ def _played(
     policy: Policy[Any], steps: Iterable[Any], measure: Measure, trace: Trace
 ) -> Iterator[tuple[Any, ...]]:
     advanced: Any = policy.step if policy.gives_up else policy.advance
-    if not policy.needs:  # a policy that uses a single bit goes through few states, over and over
+    if not policy.needs_peak:  # a policy that uses a single bit goes through few states, over and over
         advanced = lru_cache(maxsize=2**13)(advanced)
     state = policy.start()
     loss = norm = None
@@ -132,7 +132,6 @@ def _played(
 def _measure_process(policy: Policy[Any], process: Process) -> Measure:
     """Return a function that measures the gradients of a process, as far as a policy needs it."""
     top, bottom, flushed = process.top, process.bottom, lru_cache(maxsize=2**13)(process.flushed)
-    needs_nothing, edge = not policy.needs, policy.edge if "share" in policy.needs else None
 
     def measure(gradients: Gradients, scale: float) -> Measurement:
         peak, typical = gradients[0] * scale, gradients[1] * scale
@@ -140,8 +139,7 @@ def _measure_process(policy: Policy[Any], process: Process) -> Measure:
             return _OVERFLOW, None, None
         if not peak > bottom:
             peak = 0.0
-        share = None if edge is None else process.share_from(edge, peak, typical)
-        reading = _CLEAN if needs_nothing else Reading(True, peak, share)
+        reading = Reading(True, peak) if policy.needs_peak else _CLEAN
         return reading, peak, flushed(typical) if peak else 1.0
 
     return measure
@@ -149,12 +147,11 @@ def _measure_process(policy: Policy[Any], process: Process) -> Measure:
 
 def _measure_given(policy: Policy[Any]) -> Measure:
     """Return the same for steps that are given, and equal at every scale."""
-    needs_nothing = not policy.needs
 
     def measure(item: object, _: float) -> Measurement:
         reading = _reading(item)
         plain = _CLEAN if reading.finite else _OVERFLOW
-        return plain if needs_nothing else reading, reading.peak, None
+        return reading if policy.needs_peak else plain, reading.peak, None
 
     return measure
 
@@ -163,8 +160,7 @@ def _reading(item: object) -> Reading:
     if item in (True, False):
         return _OVERFLOW if item else _CLEAN
     if isinstance(item, (Reading, Step)):
-        share = getattr(item, "share", None)
-        return Reading(bool(item.finite), item.peak, share, item.loss, item.grad_norm)
+        return Reading(bool(item.finite), item.peak, item.loss, item.grad_norm)
     raise TypeError(
         f"overflows holds {item!r}, neither true nor false. Write True for a step that overflows."
     )

@@ -18,7 +18,7 @@ from preamp.arrays.tensorflow import (
     Gradient,
     check_eager,
     finite_and_norm,
-    gradient_stats,
+    peak,
     unconverted,
 )
 from preamp.errors import PolicyError
@@ -271,13 +271,10 @@ class LossScaleState(theirs._DynamicLossScaleState):
         return int(self._numbers().skipped_steps)
 
     def _measured(self, grads: Sequence[Gradient | None], scale: tf.Tensor) -> Measured[tf.Tensor]:
-        """Measure unscaled gradients. The policy's statistics are converted to what they were when scaled."""
-        needs = self.policy.needs
-        stats = gradient_stats(needs, self.policy.edge / scale, grads) if needs else {}
-        if "peak" in stats:
-            stats["peak"] *= scale
+        """Measure unscaled gradients. The peak is that of the scaled ones."""
+        largest = peak(grads) * scale if self.policy.needs_peak else None
         finite, norm = _finite_and_norm(grads, agrees=self.guard is not None)
-        return Measured(finite, scale, norm, loss=self.losses.of_step(), **stats)
+        return Measured(finite, scale, norm, largest, self.losses.of_step())
 
     def _tensors(self, scale: tf.Tensor) -> ScalerState[Any, tf.Tensor]:
         """Return the state in a graph, for a scale that has been read."""

@@ -22,7 +22,6 @@ from preamp.errors import MissingExtra, UsageError
 from preamp.systems.formats.deepspeed import GUARD
 from preamp.systems.formats.deepspeed import OURS as RECORD
 from preamp.torch.scaling.culprits import largest_of
-from preamp.torch.scaling.gradient_stats import GradientStats, gradient_stats
 
 TESTED = "0.19.8"
 COMPRESSED = "deepspeed.runtime.fp16.onebit"
@@ -128,24 +127,14 @@ class EngineAccess(ABC):
         norms = torch.where(norms >= 0.0, norms, math.nan)  # DeepSpeed writes -1 for one that is not finite
         return float(torch.linalg.vector_norm(norms))
 
-    def gradient_stats(self, edge: float | None) -> GradientStats:
-        """Return statistics of the scaled gradients of all ranks, as floats. Every rank has to call it.
-
-        Args:
-            edge: the magnitude from which entries count; None not to count them. Padding of ZeRO's parts
-                counts as entries of 0.
-        """
+    def peak(self) -> float:
+        """Return the largest magnitude among the scaled gradients of all ranks. Every rank has to call it."""
         tensors = [gradient for _, gradient in self.gradients() if gradient is not None]
         device = device_of_ranks()
-        wide = widest(device)
-        mine = gradient_stats(Gradients([], tensors), edge, device, read=True)
-        peak = torch.tensor([mine.peak], dtype=wide, device=device)
+        mine = max(Gradients([], tensors).peaks(), default=0.0)
+        peak = torch.tensor([mine], dtype=widest(device), device=device)
         self.combine(peak)
-        if edge is None:
-            return GradientStats(peak.item())
-        counts = torch.tensor([mine.above, mine.entries], dtype=wide, device=device)
-        self.combine(counts, "SUM")
-        return GradientStats(peak.item(), *counts.tolist())
+        return peak.item()
 
     def culprits(self) -> tuple[str, ...]:
         """Return the parameters whose gradients are not finite on any rank, last of the model first.

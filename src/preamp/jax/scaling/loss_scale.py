@@ -90,7 +90,7 @@ class LossScale:
         """
         if not isinstance(reading, Reading):
             reading = Reading(self._flag(reading))
-        measured = Measured(reading.finite, self.loss_scale, None, reading.peak, reading.share)
+        measured = Measured(reading.finite, self.loss_scale, None, reading.peak)
         after, _ = scaling.advance(self.policy, self._scaler_state(), measured, jnp.where)
         return replace(
             self,

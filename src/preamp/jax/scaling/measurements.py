@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from preamp.arrays.jax import Size, global_norm, gradient_stats, size_of
+from preamp.arrays.jax import Size, global_norm, peak, size_of
 from preamp.jax import axes
 from preamp.jax.scaling.states import UNKNOWN_LOSS
 from preamp.policy import Policy
@@ -30,8 +30,7 @@ def measure(
     overflow.
 
     Args:
-        policy: the measurements that it needs are taken besides the norm, each in one more pass over the
-            gradients. None needs none.
+        policy: the peak is measured if it needs that, in one more pass over the gradients. None: it is not.
         gradients: floating or complex, still scaled. The real and imaginary parts of a complex one are
             separate entries.
         scale: the scale that the loss was multiplied by, a float32 scalar.
@@ -51,16 +50,14 @@ def measure(
     else:
         norm = global_norm(gradients, add)
     size = size_of(gradients, scale, norm, add, lambda peaks: maximum([peaks]))
-    stats = (
-        gradient_stats(policy.needs, policy.edge, gradients, add, maximum) if policy and policy.needs else {}
-    )
+    largest = peak(gradients, maximum) if policy and policy.needs_peak else None
     if loss is not None:
         # `shard_map` knows the other axes along which the loss differs, and the step does not.
         apart = axes.varying(loss) - axes.varying(size.finite)
         apart |= {name for name in loss_names if name not in names and not axes.tracked([name])}
         in_order = tuple(sorted(apart, key=str))  # the same program in each process
         loss = _joined(lax.pmean(_split(loss), in_order)) if in_order else loss + 0.0
-    return Measured(size.finite, scale, size.norm, **stats, loss=loss), size
+    return Measured(size.finite, scale, size.norm, largest, loss), size
 
 
 def _norm_and_mean(gradients: list[Array], loss: Array, names: tuple[Hashable, ...]) -> tuple[Array, Array]:

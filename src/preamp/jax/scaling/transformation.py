@@ -360,8 +360,9 @@ class Scaling:
         """Return a state after checking that optimizer, policy and dtypes are those of this object."""
         state = check(state)
         self._check_guard(state)
-        has_peak = "peak" in self.policy.needs
-        if (state.peak is not None) != has_peak or type(state.policy_state) is not type(self.policy.start()):
+        if (state.peak is not None) != self.policy.needs_peak or type(state.policy_state) is not type(
+            self.policy.start()
+        ):
             raise UsageError(
                 f"the loss scale in opt_state, {kind_of(state.policy_state)}, is not that of "
                 f"{self.policy!r}: it was made by another policy. Write opt_state = "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from preamp.errors import CheckpointError
-from preamp.policy import FloorState, HeadroomState, LogMaxState, State, TolerantState
+from preamp.policy import HeadroomState, State, TolerantState
 from preamp.systems.formats.base import (
     Counting,
     Format,
@@ -17,7 +17,7 @@ from preamp.systems.formats.base import (
     number,
 )
 
-STATES = (FloorState, HeadroomState, LogMaxState, TolerantState)
+STATES = (HeadroomState, TolerantState)
 MEMORY = sorted({name for kind in STATES for name in kind._fields}.difference(State._fields))  # as variables
 
 

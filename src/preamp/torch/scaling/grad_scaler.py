@@ -220,8 +220,8 @@ class GradScaler(torch.amp.GradScaler):
         process_group: the ranks that hold different gradients of one model (tensor, pipeline or fully
             sharded parallel), so that all of them skip together. DDP needs none, and DTensors have theirs.
         reduce: instead of a group, a function that sums a float64 tensor over ranks: of shape [2], for a
-            policy that uses gradient statistics [282]. On a device without float64, such as MPS, it is
-            float32, and one longer.
+            policy that needs the peak [280]. On a device without float64, such as MPS, it is float32, and
+            one longer.
         capturable: never synchronize with the device: for `torch.compile(fullgraph=True)` and CUDA graphs.
             The state stays on the device, and `last_step` is copied from there when it is read. A step that
             must not happen is undone with `torch.where`, unless the optimizer is fused. Take one step before
@@ -1237,7 +1237,7 @@ class GradScaler(torch.amp.GradScaler):
         scale = self._require_scale("unscale_")
         found_inf = torch.full((), 0.0, dtype=torch.float32, device=scale.device)
         stats = None
-        if self.policy.needs:
+        if self.policy.needs_peak:
             read = not self._stays_on_device(optimizer, state)
             stats = self._policy_stats(optimizer, state, gather(optimizer), read=read)
         flags = self._unscale_grads_(optimizer, self._inverse(scale), found_inf, True)
@@ -1257,7 +1257,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: OptimizerLike, state: OptimizerState, gradients: Gradients, *, read: bool
     ) -> GradientStats | None:
         """Return the statistics that the policy uses, of the gradients while they are or were scaled."""
-        if not self._loss_scale.policy.needs:
+        if not self.policy.needs_peak:
             return None
         if state.stage is not OptState.READY:
             return self._policy_stats_before(state)
@@ -1268,12 +1268,12 @@ class GradScaler(torch.amp.GradScaler):
         if self._already.unscaled:
             scaled = gradients.without(self._already.among(gradients))
         where = self._require_scale("step").device
-        state.stats_here = gradient_stats(scaled, self._edge, where, read=read)
+        state.stats_here = gradient_stats(scaled, where, read=read)
         return state.stats_here
 
     def _policy_stats_before(self, state: OptimizerState) -> GradientStats | None:
         """Return the statistics from when gradients were unscaled; no peak if other code did that."""
-        return (state.stats or GradientStats()) if self.policy.needs else None
+        return (state.stats or GradientStats()) if self.policy.needs_peak else None
 
     def _needs_norm(self, state: OptimizerState, clip: Clip) -> bool:
         """Return whether the step has to measure the norm."""
@@ -1402,7 +1402,6 @@ class GradScaler(torch.amp.GradScaler):
         self._loss_scale.set_policy(policy)
         # Computed outside of torch.compile, where a policy may do what it likes.
         self._gives_up = policy.gives_up
-        self._edge: float | None = policy.edge if "share" in policy.needs else None
 
     def _set(self, name: str, value: Any) -> None:
         """Change a setting of the policy."""

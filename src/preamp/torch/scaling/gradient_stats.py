@@ -31,31 +31,24 @@ Number: TypeAlias = float | Tensor
 # What ranks add up of a peak: a one in the bin of its exponent.
 LOWEST, HIGHEST = -149, 128  # float32's binary exponents: a peak is at most 2**128
 BINS = HIGHEST - LOWEST + 1
-WIDTH = BINS + 2
 UNIT = 2.0**-80  # whose product with any float32 has a square in float32
 
 
 class GradientStats(NamedTuple):
-    """Statistics of one optimizer's scaled gradients, for policies that use them.
+    """The peak of one optimizer's scaled gradients, for policies that need it.
 
     Attributes:
         peak: the largest magnitude, 0 without gradients; None where other code checked the gradients, which
             tells no peak.
-        above: how many entries have the policy's `edge` as their magnitude or more; None if not needed.
-        entries: how many there are. Of sparse gradients the stored ones count, of complex ones both parts.
         each: the peak of every gradient on this rank: a list, or a tensor that is not read.
     """
 
     peak: Number | None = None
-    above: Number | None = None
-    entries: Number = 0.0
     each: Any = None
 
     def read(self) -> GradientStats:
-        """Return the same with every number read to the host."""
-        peak = None if self.peak is None else float(self.peak)
-        above = None if self.above is None else float(self.above)
-        return GradientStats(peak, above, float(self.entries), self.each)
+        """Return the same with the peak read to the host."""
+        return self if self.peak is None else GradientStats(float(self.peak), self.each)
 
 
 @dataclass(slots=True)
@@ -168,7 +161,7 @@ class GradientMeter:
             losses: this rank's loss and how many it has, to be added up beside the rest.
 
         Raises:
-            PolicyError: for a norm or a share over ranks that cannot be determined.
+            PolicyError: for a norm over ranks that cannot be determined.
         """
         agree = agree and (self.agreement.always or bool(gradients.meshes))
         loss: Any = None
@@ -273,8 +266,6 @@ class GradientMeter:
             self.agreement.refuse_norm(meshes)
         if stats is None:
             return self.agreement(mine, meshes), None
-        if stats.above is not None:
-            self.agreement.refuse_share(meshes)
         total = self.agreement(torch.cat([mine, packed(stats, mine.device)]), meshes)
         return total[: len(mine)], unpacked(total[len(mine) :], stats)
 
@@ -306,60 +297,36 @@ def _received(summed: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 # ---- Statistics --------------------------------------------------------------------------------------------
 
 
-def gradient_stats(
-    gradients: Gradients, edge: float | None, device: torch.device, *, read: bool
-) -> GradientStats:
-    """Measure gradients. Each is read once, or twice where entries have to be counted.
+def gradient_stats(gradients: Gradients, device: torch.device, *, read: bool) -> GradientStats:
+    """Return the peak of one optimizer's scaled gradients; it tells whether all are finite, too.
 
     Args:
-        gradients: of one optimizer, scaled.
-        edge: the magnitude from which entries count; None not to count. The peak is measured in any case: it
-            tells whether all are finite, too.
-        device: for the results that are not read.
-        read: whether the host may read. Then only gradients that reach the edge are counted.
+        gradients: each is read once.
+        device: for a result that is not read.
+        read: whether the host may read.
     """
-    entries = 0.0 if edge is None else gradients.entries()
     if not gradients.tensors:
-        return GradientStats(0.0, None if edge is None else 0.0, entries)
+        return GradientStats(0.0)
     each = gradients.largest()
     if not read:
-        count = None if edge is None else gradients.count(edge, range(len(each))).to(device)
-        return GradientStats(each.amax().to(device), count, entries, each)
+        return GradientStats(each.amax().to(device), each)
     peaks = each.tolist()
-    peak = max(peaks)
-    if any(map(math.isnan, peaks)):  # which compares with nothing
-        peak = math.nan
-    if edge is None:
-        return GradientStats(peak, None, entries, peaks)
-    large = [index for index, one in enumerate(peaks) if one >= edge] if math.isfinite(peak) else []
-    return GradientStats(peak, float(gradients.count(edge, large)) if large else 0.0, entries, peaks)
-
-
-def combined(all_stats: Sequence[GradientStats]) -> tuple[Any, Any]:
-    """Return the peak and the share over several optimizers' gradients."""
-    peak: Any = all_stats[0].peak
-    for stats in all_stats[1:]:
-        peak = _larger(peak, stats.peak)
-    if any([stats.above is None for stats in all_stats]):
-        return peak, None
-    entries = _larger(_sum([stats.entries for stats in all_stats]), 1.0)  # without entries the share is 0
-    return peak, _sum([stats.above for stats in all_stats]) / entries
+    # NaN compares with nothing
+    return GradientStats(math.nan if any(map(math.isnan, peaks)) else max(peaks), peaks)
 
 
 def packed(stats: GradientStats, device: torch.device) -> Tensor:
-    """Return statistics as a tensor of shape [WIDTH] in the device's widest dtype, to be summed over ranks.
+    """Return a peak as a tensor of shape [BINS] in the device's widest dtype, to be summed over ranks.
 
-    A one in the bin of the least exponent e with peak <= 2**e, none for a peak of 0; entries at the edge or
-    above; all entries.
+    A one in the bin of the least exponent e with peak <= 2**e, none for a peak of 0.
     """
-    peak, above, entries = (_wide(one, device) for one in stats[:3])
+    peak = _wide(stats.peak, device)
     powers = _powers(LOWEST - 1, HIGHEST, device).to(peak.dtype)
-    bins = (powers[:-1] < peak) & (peak <= powers[1:])
-    return torch.cat([bins.to(peak.dtype), above.view(1), entries.view(1)])
+    return ((powers[:-1] < peak) & (peak <= powers[1:])).to(peak.dtype)
 
 
 def unpacked(total: Tensor, mine: GradientStats) -> GradientStats:
-    """Return the statistics over all ranks.
+    """Return the peak over all ranks.
 
     Args:
         total: the sum of what they packed.
@@ -367,9 +334,8 @@ def unpacked(total: Tensor, mine: GradientStats) -> GradientStats:
     """
     powers = _powers(LOWEST, HIGHEST, total.device).to(total.dtype)
     most = min(2.0**HIGHEST, torch.finfo(total.dtype).max)
-    peak = torch.where(total[:BINS] > 0.0, powers, 0.0).amax().clamp(max=most)  # exact; 0 without a bin
-    above = None if mine.above is None else total[BINS]
-    return GradientStats(None if mine.peak is None else peak, above, total[BINS + 1], mine.each)
+    peak = torch.where(total > 0.0, powers, 0.0).amax().clamp(max=most)  # exact; 0 without a bin
+    return GradientStats(None if mine.peak is None else peak, mine.each)
 
 
 # ---- The record --------------------------------------------------------------------------------------------
@@ -379,23 +345,23 @@ def measured_of(steps: Sequence[MeasuredGradients], policy: Policy[Any]) -> Meas
     """Return what one or several optimizers' steps found, together.
 
     Raises:
-        PolicyError: for a policy that uses gradient statistics, where other code has checked the gradients.
+        PolicyError: for a policy that needs the peak, where other code has checked the gradients.
     """
     finite: Any = steps[0].finite if len(steps) == 1 else all_true([step.finite for step in steps])
     norm = None
     if isinstance(finite, bool) and finite:
         norms = [None if step.norm is None else step.norm / step.divisor for step in steps if step.stepped]
         norm = math.hypot(*norms) if norms and None not in norms else None  # type: ignore[arg-type]
-    if not policy.needs:
+    if not policy.needs_peak:
         return Measured(finite, steps[0].scale, norm)
-    stats = [step.stats for step in steps if step.stats is not None and step.stats.peak is not None]
-    if len(stats) < len(steps):
+    peaks = [step.stats.peak for step in steps if step.stats is not None and step.stats.peak is not None]
+    if len(peaks) < len(steps):
         raise PolicyError(
-            f"{policy!r} needs the {' and the '.join(sorted(policy.needs))} of the gradients, but other code "
+            f"{policy!r} needs the peak of the gradients, but other code "
             "has checked them and reports only whether they are finite. Write scaler.unscale_(optimizer) or "
             "scaler.step(optimizer) as they are in GradScaler, or policy=Dynamic(), which needs no more."
         )
-    return Measured(finite, steps[0].scale, norm, *combined(stats))
+    return Measured(finite, steps[0].scale, norm, reduce(_larger, peaks))
 
 
 def step_of(
@@ -622,16 +588,8 @@ def _larger(a: Any, b: Any) -> Any:
     return torch.maximum(a, b.to(a.device) if isinstance(b, Tensor) else torch.full_like(a, b))
 
 
-def _sum(numbers: Iterable[Any]) -> Any:
-    return reduce(_added, _tensors_first(numbers))
-
-
 def all_true(finite: Iterable[Any]) -> Any:
     return reduce(_both, _tensors_first(finite))
-
-
-def _added(a: Any, b: Any) -> Any:
-    return a + (b.to(a.device) if isinstance(b, Tensor) else b)
 
 
 def _both(a: Any, b: Any) -> Any:

@@ -298,8 +298,8 @@ class DeviceScale:
         """
         self.adopt()
         # Not `measured.reading`: the compiler of PyTorch 2.6 knows no properties of a NamedTuple.
-        fields = (measured.finite, measured.peak, measured.share)
-        reading = Reading(*[None if one is None else self._here(one) for one in fields])
+        peak = None if measured.peak is None else self._here(measured.peak)
+        reading = Reading(self._here(measured.finite), peak)
         before = None if held is None else [number.clone() for number in self.state]
         new_scale = self._advance(reading, found_inf)
         if before is not None:

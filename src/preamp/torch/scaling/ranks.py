@@ -1,8 +1,7 @@
 """Agreement of ranks on what they measured, before any of them decides.
 
 One sum over ranks carries two numbers: how many ranks found a gradient that is not finite, and their shares
-of the squared norm; for a policy that uses gradient statistics, further ones
-(`gradient_stats.packed`).
+of the squared norm; for a policy that needs the peak, that as well (`gradient_stats.packed`).
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class Agreement:
             its methods `rank()`, `size()` and `allreduce(tensors, options)`. None: gradients are the same on
             all ranks, as with DDP, or they are DTensors, which have their mesh.
         reduce: called with a float64 tensor of shape [2] (ranks that overflowed, squared norm of unscaled
-            gradients); sums it over ranks in place, or returns the sum. For a policy that uses gradient
-            statistics the shape is [282]: then come 278 bins, one for each binary exponent of float32 from
-            -149 to 128, with a one for this rank's peak; entries at the policy's edge or above; all entries.
+            gradients); sums it over ranks in place, or returns the sum. For a policy that needs the peak the
+            shape is [280]: then come 278 bins, one for each binary exponent of float32 from -149 to 128, with
+            a one for this rank's peak.
             On a device without float64, such as MPS, it is float32, and the squared norm of the same
             gradients times 2**-80 follows the first two numbers.
 
@@ -92,7 +91,7 @@ class Agreement:
     def over_meshes(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
         """Return the sum of a tensor over every dimension of the meshes of the DTensors.
 
-        Of several meshes the flag and the peak are right, the norm and the share are not: see `refuse_norm`.
+        Of several meshes the flag and the peak are right, the norm is not: see `refuse_norm`.
         """
         for mesh in meshes:
             readings = readings.to(mesh.device_type)
@@ -106,28 +105,13 @@ class Agreement:
         Raises:
             PolicyError: for gradients on several meshes.
         """
-        _refuse_several(meshes, "max_norm needs one norm", "leave max_norm out")
-
-    def refuse_share(self, meshes: Sequence[Any]) -> None:
-        """Refuse to count entries where it is unknown which of them are copies.
-
-        Raises:
-            PolicyError: for gradients on several meshes.
-        """
-        _refuse_several(
-            meshes,
-            "the policy needs a share of all entries",
-            "take a policy that needs the peak alone",
-        )
-
-
-def _refuse_several(meshes: Sequence[Any], wanted: str, otherwise: str) -> None:
-    if len(meshes) > 1:
-        raise PolicyError(
-            f"{wanted}, but the gradients are on {len(meshes)} meshes, none of which has the ranks of all, "
-            "so which of them are copies is unknown. Write distribute_tensor(parameter, mesh, placements) "
-            f"with one mesh for all, where Replicate() copies, or {otherwise}."
-        )
+        if len(meshes) > 1:
+            raise PolicyError(
+                f"max_norm needs one norm, but the gradients are on {len(meshes)} meshes, none of which has "
+                "the ranks of all, so which of them are copies is unknown. Write distribute_tensor("
+                "parameter, mesh, placements) with one mesh for all, where Replicate() copies, or leave "
+                "max_norm out."
+            )
 
 
 def _checked_sum(returned: Any, readings: Tensor) -> Tensor:
