@@ -12,8 +12,8 @@ BIN := .venv/bin
 ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 OF_KERAS := tests/keras src/preamp/keras docs/keras.md docs/recipes/keras_fit.md docs/recipes/batchnorm.md
-# Beside JAX, what ARGS="--framework NAME" asks for.
-FRAMEWORK := $(filter torch keras tensorflow,$(subst =, ,$(ARGS)))
+# Beside JAX, what ARGS="--framework torch" asks for.
+FRAMEWORK := $(filter torch,$(subst =, ,$(ARGS)))
 
 # Images of containers set this. The tests start a hundred processes, and each would compile all of TensorFlow or PyTorch
 # to bytecode again: importing them takes twice as long.

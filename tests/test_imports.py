@@ -83,15 +83,13 @@ LOADING_TENSORFLOW = {
     "preamp.tensorflow": "import preamp.tensorflow",
     "preamp.arrays.tensorflow": "import preamp.arrays.tensorflow",
     "preamp.keras": "import preamp.keras",
-    "preamp.cli.lab.keras_loop": "import preamp.cli.lab.keras_loop",
-    "preamp.cli.lab.tensorflow_loop": "import preamp.cli.lab.tensorflow_loop",
     "preamp.systems.convert": "import preamp.systems.convert.reading as r; r._tensorflow('checkpoint')",
 }
 
 
 @pytest.mark.parametrize("statement", LOADING_TENSORFLOW.values(), ids=LOADING_TENSORFLOW)
 def test_triton_is_loaded_before_tensorflow(statement: str) -> None:
-    if "keras" in statement or "lab" in statement:
+    if "keras" in statement:
         pytest.importorskip("keras")
     done = run(ASKED_FOR.format(statement=statement), KERAS_BACKEND="tensorflow")
     assert done.stdout == "triton tensorflow\n", done.stderr

@@ -235,8 +235,7 @@ def train(
     Args:
         task: what to learn. [autoencoder; classify with --data]
         data: a CSV file of numbers with labels in the last column, to use instead of handwritten digits.
-        framework: whose training loop to use; KERAS_BACKEND says what Keras runs on. [the first installed of
-            torch, jax, tensorflow, keras]
+        framework: whose training loop to use. [the first installed of torch, jax]
         precision: float16 runs twice, without and with loss scaling; can be repeated. [float32, and float16
             or that of the configuration]
         emulate: compute in float32 and round where a GPU does. This is the default; --native computes in low

@@ -17,9 +17,10 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-from preamp.cli.lab import ADAM_EPSILON, SNAPSHOT_EVERY, Precision
+from preamp.cli.lab import SNAPSHOT_EVERY, Precision
 from preamp.cli.lab.loop import Loop, Trained
 from preamp.cli.lab.problem import Problem
+from preamp.errors import ScaleExhausted
 from preamp.jax import (
     apply_gradients,
     autocast,
@@ -70,7 +71,7 @@ class JaxLoop(Loop):
         self.products = _products
         if precision != "float32":
             self.products = autocast(_products, precision, emulate=self.emulate)
-        self.optimizer = optax.adam(problem.learning_rate, eps=ADAM_EPSILON)
+        self.optimizer = optax.adam(problem.learning_rate)
         if policy is not None:
             self.optimizer = loss_scaled(self.optimizer, policy)
         layers: Layers = OrderedDict(
@@ -90,14 +91,15 @@ class JaxLoop(Loop):
                 self.lens.on_snapshot(one)
         after = self.train_step(self.layers, self.state, inputs, labels)
         loss, gradients, peak, self.layers, self.state = after
+        if self.policy is not None and self.policy.gives_up:  # a compiled step cannot raise
+            try:
+                check_exhausted(self.state, self.policy)
+            except ScaleExhausted as error:
+                return Trained(loss, gradients, peak, error)
         return Trained(loss, gradients, peak)
 
     def last_step(self) -> Step | None:
         return last_step(self.state)
-
-    def check_exhausted(self) -> None:
-        if self.policy is not None:
-            check_exhausted(self.state, self.policy)
 
     def outputs(self) -> NDArray[np.float32]:
         answers, _ = self._outputs(self.layers, None, jnp.asarray(self.problem.table.test))
@@ -204,6 +206,3 @@ def _last_first(tree: ByLayer) -> ByLayer:
 def _peak(gradients: list[jax.Array]) -> jax.Array:
     """Return the largest finite magnitude."""
     return jnp.stack([jnp.max(jnp.abs(g), initial=0.0, where=jnp.isfinite(g)) for g in gradients]).max()
-
-
-LOOP = JaxLoop

@@ -1,4 +1,4 @@
-"""The part of a training loop that is the same in every framework."""
+"""The part of a training loop that is the same in PyTorch and JAX."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class Trained(NamedTuple):
 
 
 class Loop(ABC):
-    """One training of one problem. `lab/NAME_loop.py` calls a framework's subclass LOOP.
+    """One training of one problem.
 
-    A subclass with an attribute `lens` takes snapshots of some steps.
+    Attributes:
+        lens: takes snapshots of some steps, once its `on_snapshot` is set.
 
     Args:
         problem: what to train.
@@ -47,6 +48,8 @@ class Loop(ABC):
         seed: of the first weights and of the order of the rows.
         emulate: whether to compute in float32 and round to the precision; False computes in the precision.
     """
+
+    lens: Any
 
     def __init__(
         self,
@@ -73,10 +76,6 @@ class Loop(ABC):
     def last_step(self) -> Step | None:
         """Return the record of the last step; it is read only where the loss is scaled."""
 
-    @abstractmethod
-    def check_exhausted(self) -> None:
-        """Raise `ScaleExhausted` if the policy has given up in a compiled step, which cannot raise."""
-
     def steps(self) -> Iterator[Step]:
         """Train, yielding one `Step` after each update."""
         for index, rows in enumerate(self.problem.batches(self.seed)):
@@ -90,5 +89,3 @@ class Loop(ABC):
             self.skipped = step.skipped
             if error:
                 raise error
-            if step.skipped:
-                self.check_exhausted()

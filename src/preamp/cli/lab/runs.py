@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import re
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from preamp.cli.lab import KERAS_BACKENDS, Framework, Precision, Task
+from preamp.cli.lab import Framework, Precision, Task
 from preamp.cli.lab.loop import Loop
 from preamp.cli.lab.problem import Problem, autoencoder, classify
-from preamp.errors import MissingExtra, PreampError, ScaleExhausted
+from preamp.errors import MissingExtra, ScaleExhausted
 from preamp.policy import Policy
 from preamp.record.files import replacing
 from preamp.record.trace import Trace
@@ -30,17 +24,7 @@ from preamp.scaling import Step
 
 TASKS: dict[Task, Callable[..., Problem]] = {"autoencoder": autoencoder, "classify": classify}
 
-# What each loop imports, the framework first, in the order of preference. TensorFlow's loop needs no
-# KERAS_BACKEND, so it comes before Keras's.
-PACKAGES: dict[Framework, tuple[str, ...]] = {
-    "torch": ("torch",),
-    "jax": ("jax", "optax"),
-    "tensorflow": ("tensorflow", "keras"),
-    "keras": ("keras",),
-}
-TITLES: dict[str, str] = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow", "keras": "Keras"}
-
-CHATTER = re.compile(rb"[IWE]\d{4} |WARNING: All log messages before absl::InitializeLog")
+TITLES: dict[Framework, str] = {"torch": "PyTorch", "jax": "JAX"}
 
 
 @dataclass(frozen=True)
@@ -100,15 +84,11 @@ def plans(precisions: list[Precision], policy: Policy[Any], seeds: int, first_se
 
 
 def choose_framework() -> Framework:
-    """Return the first framework in `PACKAGES` that can train here, without importing any.
-
-    If none has everything that it needs, return the first that has a part: `find_loop` says what is missing.
-    """
-    found = [name for name, (framework, *_) in PACKAGES.items() if _is_installed(framework)]
-    if not found:
-        raise MissingExtra("No framework to train with is installed. Run: pip install 'preamp[jax]'")
-    ready = [name for name in found if all(map(_is_installed, PACKAGES[name]))]
-    return (ready or found)[0]
+    """Return the first framework in `TITLES` that is installed, without importing any."""
+    for framework in TITLES:
+        if _is_installed(framework):
+            return framework
+    raise MissingExtra("No framework to train with is installed. Run: pip install 'preamp[jax]'")
 
 
 def _is_installed(package: str) -> bool:
@@ -122,65 +102,23 @@ def find_loop(framework: Framework) -> Callable[..., Loop]:
     """Return the `Loop` of a framework.
 
     Raises:
-        PreampError: for a framework without a loop, or one that cannot work in this process.
         MissingExtra: for a framework that is not installed.
     """
-    known = get_args(Framework)
-    if framework not in known:
-        raise PreampError(f"framework {framework!r} is unknown. Write one of {', '.join(known)}.")
     try:
-        with _without_chatter():
-            return import_module(f"preamp.cli.lab.{framework}_loop").LOOP  # type: ignore[no-any-return]
+        if framework == "torch":
+            from preamp.cli.lab.torch_loop import TorchLoop
+
+            return TorchLoop
+        from preamp.cli.lab.jax_loop import JaxLoop
+
+        return JaxLoop
     except ModuleNotFoundError as error:
-        raise MissingExtra(f"{error.name} is missing. {_remedy(error.name, framework)}") from error
+        raise MissingExtra.of(error, f"preamp[{framework}]") from error
 
 
 def release_of(framework: Framework) -> str:
-    """Return a framework whose loop was found, with its release, such as "Keras 3.15.1 on JAX 0.10.2"."""
-    names: list[str] = [framework]
-    if framework == "keras":
-        names.append(sys.modules["keras"].backend.backend())
-    return " on ".join(f"{TITLES[name]} {sys.modules[name].__version__}" for name in names)
-
-
-def _remedy(package: str | None, framework: Framework) -> str:
-    """Say what to do about a missing package: install it, or let Keras run on another backend."""
-    usable = {"keras": KERAS_BACKENDS, "tensorflow": ("tensorflow",)}.get(framework, ())
-    others = " or ".join(name for name in usable if name != package)
-    installed = [name for name in usable if name != package and _is_installed(name)]
-    if installed and package in usable:
-        return (
-            f"Keras is set to run on it. Set KERAS_BACKEND={installed[0]}, which is installed, "
-            f"or run: pip install {package}"
-        )
-    if others and package in usable:
-        return f"Keras is set to run on it. Run: pip install {package}, or set KERAS_BACKEND to {others}."
-    if others and package == os.environ.get("KERAS_BACKEND"):
-        return f"This training cannot run on it anyway. Set KERAS_BACKEND to {others}."
-    return f"Run: pip install 'preamp[{framework}]'"
-
-
-@contextmanager
-def _without_chatter() -> Iterator[None]:
-    """Drop the start-up messages of TensorFlow's libraries while they are loaded.
-
-    They write to file descriptor 2 before they can be configured. Everything else is passed on.
-    """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # for later messages
-    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns that each run traces again
-    if sys.stderr is None:  # closed
-        yield
-        return
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as stderr:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr.fileno(), 2)
-            held.seek(0)
-            stderr.writelines(line for line in held if not CHATTER.match(line))
+    """Return a framework whose loop was found, with its release, such as "JAX 0.10.2"."""
+    return f"{TITLES[framework]} {sys.modules[framework].__version__}"
 
 
 def train(
@@ -194,8 +132,7 @@ def train(
     """Carry out a plan. Ctrl-C and a policy that gives up end it early; `trace.stopped` says so."""
     loop = make_loop(problem, plan.precision, plan.policy, plan.seed)
     interrupted = False
-    if hasattr(loop, "lens"):
-        loop.lens.on_snapshot = trace.add_snapshot
+    loop.lens.on_snapshot = trace.add_snapshot
     try:
         for step in loop.steps():
             trace(step)

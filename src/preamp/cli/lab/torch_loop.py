@@ -41,11 +41,7 @@ class Dense(torch.nn.Module):
 
 
 class TorchLoop(Loop):
-    """One training of one problem.
-
-    Attributes:
-        lens: inspects some of the steps.
-    """
+    """One training of one problem."""
 
     def __init__(
         self, problem: Problem, precision: Precision, policy: Policy[Any] | None, seed: int, **settings: bool
@@ -89,9 +85,6 @@ class TorchLoop(Loop):
     def last_step(self) -> Step | None:
         return self.scaler.last_step
 
-    def check_exhausted(self) -> None:
-        """Do nothing: `update` has raised."""
-
     def outputs(self) -> NDArray[np.float32]:
         with torch.no_grad():
             return self._forward(torch.from_numpy(self.problem.table.test)).float().numpy()
@@ -112,6 +105,3 @@ def _peak(gradients: list[torch.Tensor]) -> float:
     if math.isfinite(peak):
         return peak
     return max(float(g.nan_to_num(0.0, 0.0, 0.0).abs().amax()) for g in gradients)
-
-
-LOOP = TorchLoop
