@@ -24,7 +24,6 @@ from preamp import (
     Step,
     Trace,
     TraceError,
-    processes,
     simulate,
 )
 from preamp.policy import Policy, Where, choose
@@ -60,11 +59,7 @@ drawn: st.SearchStrategy[Any] = (
 class Peeking(Policy[State]):
     """Aims two powers of two below overflow in float16, and remembers what it saw last."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"peak", "share"})
-
-    @property
-    def edge(self) -> float:
-        return 2.0**12
+    needs: ClassVar[frozenset[str]] = frozenset({"peak"})
 
     def start(self) -> State:
         return State(1.0, 0.0, 0.0)
@@ -73,7 +68,7 @@ class Peeking(Policy[State]):
         if not reading.finite:
             return State(state.scale / 2.0, 0.0, 0.0)
         power = 14 - math.frexp(reading.peak)[1] if reading.peak else 1
-        return State(math.ldexp(state.scale, power), reading.peak, reading.share)
+        return State(math.ldexp(state.scale, power), reading.peak, 0.0)
 
 
 def rounded(dtype: str, values: Any) -> Any:
@@ -84,13 +79,12 @@ def rounded(dtype: str, values: Any) -> Any:
 def by_hand(policy: Policy[Any], process: Process) -> list[tuple[float, bool, float | None]]:
     """Play gradients that are really rounded, until the policy gives up."""
     state, steps = policy.start(), []
-    for peak, typical in process:
+    for peak, _ in process:
         low = rounded(process.dtype, peak * state.scale)
         finite = bool(np.isfinite(low))
         seen = peak * state.scale if low else 0.0
-        share = process.share_from(policy.edge, seen, typical * state.scale)
         steps.append((state.scale, finite, seen if finite else None))
-        reading = Reading(finite, seen, share) if policy.needs and finite else Reading(finite)
+        reading = Reading(finite, seen) if policy.needs and finite else Reading(finite)
         try:
             state = policy.step(state, reading)
         except ScaleExhausted:
@@ -140,16 +134,6 @@ def test_shares_are_those_of_entries_that_are_drawn_and_rounded(dtype: str, scal
     assert np.mean(rounded(dtype, scaled) == 0.0) == pytest.approx(
         process.flushed(scale * 2.0**-4), abs=error
     )
-    for edge in (scale * 2.0**-5, scale * 2.0**-12):
-        share = process.share_from(edge, scale * 2.0**-3, scale * 2.0**-4)
-        assert np.mean(scaled >= edge) == pytest.approx(share, abs=error)
-
-
-def test_the_peak_alone_counts_where_no_other_entry_does() -> None:
-    process = Stationary()
-    assert process.share_from(8.0, peak=8.0, typical=1.0) == 1.0 / processes.ENTRIES
-    assert process.share_from(8.0, peak=7.9, typical=1.0) == 0.0
-    assert process.share_from(8.0, peak=9.0, typical=0.0) == 1.0 / processes.ENTRIES
     assert process.flushed(0.0) == 1.0
 
 

@@ -38,7 +38,6 @@ from preamp.record.trace import Trace
 from preamp.scaling import Step
 
 __all__ = [
-    "ENTRIES",
     "Drawn",
     "Drifting",
     "FallingLoss",
@@ -62,7 +61,6 @@ __all__ = [
     "longest_skipped_run",
 ]
 
-ENTRIES = 2**20  # the number of gradient entries
 STEPS_A_SKIP = 1000  # the best scale may skip one step in so many
 LEAST, MOST = -126, 127  # exponents that a scale can have
 FARTHEST = 500.0  # powers of two from 1; products of two such numbers and a scale fit in float64
@@ -158,19 +156,12 @@ class Process(ABC):
         """The largest magnitude that is rounded to 0."""
         return self.band.smallest / 2.0
 
-    def share_below(self, ratio: float) -> float:
-        """Return the share of entries smaller than `ratio` times the typical peak, from 0 to 1."""
-        if ratio >= 1.0:
-            return 1.0
-        return _below((math.log2(ratio) + self.depth) / self.spread) / self._kept if ratio > 0.0 else 0.0
-
-    @cached_property
-    def _kept(self) -> float:
-        return _below(self.depth / self.spread)
-
     def flushed(self, typical: float) -> float:
         """Return the share of entries that are rounded to 0, given the scaled typical peak."""
-        return self.share_below(self.bottom / typical) if typical > 0.0 else 1.0
+        if typical <= self.bottom:
+            return 1.0
+        below = math.log2(self.bottom / typical) + self.depth
+        return _below(below / self.spread) / _below(self.depth / self.spread)
 
     @cached_property
     def best_scale(self) -> float | None:
