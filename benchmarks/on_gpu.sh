@@ -148,7 +148,7 @@ mkdir -p "$(dirname "$page")"
     fi
     if [ -e "$table" ]; then
         echo
-        sed -n '/^## All rows/,$p' "$table"
+        sed -n '/^## /,$p' "$table"
     fi
 } >"$page"
 echo "$SECONDS seconds: $page"

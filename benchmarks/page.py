@@ -1,7 +1,4 @@
-"""Writes docs/benchmarks.md: the rows of all recorded runs, in one table for each area.
-
-Its text, and the longer tables that `make bench` does not measure, are copied from `recorded/*.md`.
-"""
+"""Writes docs/benchmarks.md: what the rows of all recorded runs come to, in one table for each area."""
 
 from __future__ import annotations
 
@@ -14,13 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from rows import Row, markdown, number, summary
+from rows import Row, markdown
 
 __all__ = ["RECORDED", "Run", "machine", "page", "read", "record", "versions"]
 
 RECORDED = Path(__file__).parent / "recorded"
-RELEASE_0_1 = RECORDED / "release_0.1"  # runs of its benchmarks, with the names that rows have now
-CHANGED = 1.03  # a smaller change of a ratio is not called one
 PACKAGES = (
     "preamp",
     "torch",
@@ -73,7 +68,6 @@ class Section:
         commands: what produces them, below `benchmarks/`.
         areas: the areas whose rows it shows. With several, each row says which it is from.
         guards: whether it shows the rows that compare with and without a guard. No other section shows these.
-        kept: the names of files in `recorded`, without `.md`, to copy below the table.
     """
 
     title: str
@@ -81,7 +75,6 @@ class Section:
     commands: tuple[str, ...] = ()
     areas: tuple[str, ...] = ()
     guards: bool = False
-    kept: tuple[str, ...] = ()
 
     def shows(self, row: Row) -> bool:
         """Return whether a row belongs here."""
@@ -91,101 +84,77 @@ class Section:
 SECTIONS = (
     Section(
         "PyTorch: GradScaler",
-        "The time of scale, unscale, check, clip, step and update, on gradients without a network; "
-        'the rows named "backward and step" have one. "What it adds" leaves out the time of the '
-        "optimizer itself.",
+        "Scale, unscale, check, clip, step and update, on gradients without a network.",
         ("torch_scaler.py",),
         ("torch GradScaler",),
     ),
     Section(
-        "PyTorch: LossScaleOptimizer",
-        "The same time, with `preamp.torch.LossScaleOptimizer` around the optimizer.",
-        ("torch_scaler.py",),
-        ("torch LossScaleOptimizer",),
-    ),
-    Section(
         "PyTorch: autocast",
-        "The time of an operator, of entering a region, and of a training step, on one thread. 8 x 8 "
-        'tensors show the time that Python and the dispatcher take. "Before the first of ours" is PyTorch\'s '
-        "region before preamp's was entered.",
+        "An operator, entering a region, and a training step, on one thread. All that loses to casts by hand "
+        "is a region with edits, mostly on 8 x 8 tensors.",
         ("torch_autocast.py",),
         ("torch autocast",),
     ),
     Section(
         "PyTorch: Lens",
-        "The time of a training step with a lens, divided by the time of the same step without one.",
+        "A training step with a lens. It costs most on the steps of which it takes a snapshot.",
         ("lens.py",),
         ("torch Lens",),
     ),
     Section(
-        "PyTorch: LayerwiseScale",
-        "The time of forward and backward with `LayerwiseScale`, divided by the time without it. The "
-        "loss is so small that most layers are raised. Below the table is a published comparison, repeated "
-        "at a size that suits a CPU.",
-        ("layerwise.py",),
-        ("torch LayerwiseScale",),
-        kept=("layerwise",),
-    ),
-    Section(
-        "Keras on PyTorch and JAX",
-        "The time of a training step of a 784-512-512-10 network with Adam and 128 rows, and what is "
-        "counted in it.",
-        ("keras_optimizer.py --backend torch", "keras_optimizer.py --backend jax"),
-        ("keras on torch", "keras on jax"),
-    ),
-    Section(
-        "Keras on TensorFlow",
-        "The same on TensorFlow. `preamp.tensorflow` has no benchmark of its own.",
-        ("keras_optimizer.py --backend tensorflow",),
-        ("keras on tensorflow",),
+        "Keras",
+        "A training step of a 784-512-512-10 network with Adam and 128 rows, and what is counted in it.",
+        ("keras_optimizer.py",),
+        ("keras on torch", "keras on jax", "keras on tensorflow"),
     ),
     Section(
         "JAX: loss scaling",
-        "The time of a whole compiled step of AdamW, and the bytes that it accesses as XLA counts "
-        "them. All train the same network. jmp, flax, optax, mpx and the step without loss scaling "
-        "clip with optax.",
-        ("jax_step.py --model gpt", "jax_step.py --model mlp"),
+        "A whole compiled step of AdamW, and the bytes that it accesses as XLA counts them.",
+        ("jax_step.py",),
         ("jax step",),
     ),
     Section(
         "JAX: autocast",
-        "The time to trace, the casts in the jaxpr, the bytes kept for backward, and the FLOPs and "
-        "bytes of the compiled program.",
+        "The time to trace, the casts in the jaxpr, the bytes kept for backward, and the FLOPs and bytes of "
+        "the compiled program.",
         ("jax_autocast.py",),
         ("jax autocast",),
     ),
     Section(
         "DeepSpeed",
-        "The time of the overflow check and of `update_scale`, for DeepSpeed's scaler and preamp's, "
-        "on one thread. \"The document's sum\" is the check in DeepSpeed's documentation, "
+        "The overflow check and `update_scale`, on one thread. The document's sum is "
         "`float(x.float().sum())`.",
         ("deepspeed_overflow.py",),
         ("deepspeed",),
     ),
     Section(
         "Policies",
-        "The share of gradient entries that `Headroom` flushes to zero in small training runs, divided by "
-        "another rule's share. Below the table are longer runs with every rule and with constant "
-        "scales.",
+        "The share of gradient entries that `Headroom` flushes to zero in small training runs. "
+        "`benchmarks/recorded/policies.md` has longer runs with constant scales.",
         ("policies.py",),
         ("policies",),
-        kept=("policies",),
     ),
     Section(
         "Guards",
-        "What a `SpikeGuard` adds to a step, in time and in what is counted. "
-        "[Skipping spikes](guards.md#what-was-measured) shows which spikes the guards of preamp and of "
-        "other systems miss (`python benchmarks/guard_tables.py`).",
+        "What a `SpikeGuard` adds to a step. [Skipping spikes](guards.md#what-was-measured) shows which "
+        "spikes guards miss.",
         ("torch_scaler.py", "keras_optimizer.py", "jax_step.py"),
         guards=True,
     ),
     Section(
         "Core and simulation",
-        "The time of one step of a policy in plain Python, without an adapter, and of simulating ten "
-        "rules on drawn gradients.",
+        "One step of a policy in plain Python, and simulating ten rules on drawn gradients.",
         ("core.py", "simulate.py"),
         ("core", "simulate"),
     ),
+)
+OPENING = (
+    "`make bench` times these jobs and writes this page. A **ratio** is preamp's figure divided by the "
+    "other's: below 1, preamp takes less. Both run in turn in one process, and a row's ratio is the "
+    "median over the rounds. Preamp **wins** or **loses** a row if both quartiles of every run are on "
+    "one side of 1; otherwise it is **even**. **cost** rows compare with something that does less. Each "
+    "line below counts the rows of one peer, with the range of their ratios and the job that preamp "
+    "loses by most. What it loses comes first. All rows are in `benchmarks/recorded`."
 )
 
 
@@ -193,98 +162,43 @@ def page(runs: Sequence[Run]) -> str:
     """Return the page as Markdown.
 
     Args:
-        runs: from the oldest to the newest. If the newest is complete, the page also has the longer tables.
+        runs: from the oldest to the newest.
     """
-    parts = [*_head(runs), _kept("reading"), "\n".join(_overview(runs)), *_since(runs), "## All rows"]
-    full = not runs[-1].quick and all(any(map(one.shows, runs[-1].rows)) for one in SECTIONS)
+    parts = list(_head(runs))
     for section in SECTIONS:
-        parts += _section(section, runs, full)
-    return "\n\n".join([*parts, *([_kept("elsewhere")] if full else [])]) + "\n"
+        parts += _section(section, runs)
+    return "\n\n".join(parts) + "\n"
 
 
 def _head(runs: Sequence[Run]) -> Iterator[str]:
     yield "# Benchmarks"
-    yield _kept("opening")
+    yield _filled(OPENING)
     if runs[-1].quick:
         yield "**It was made with `--quick`: small sizes and two rounds. These are not measurements.**"
     if runs[-1].failed:
         yield f"**Did not run to the end: {'; '.join(runs[-1].failed)}.**"
-    for versions in dict.fromkeys(one.versions for one in runs):
-        same = [one for one in runs if one.versions == versions]
-        lines = [
-            f"- {one.began}, {one.minutes:.0f} minutes on {one.machine}; load before the run: {one.busy:.1f}."
-            for one in same
-        ]
-        yield "\n".join([*lines, "", _filled(f"{versions}.")])
+    for machine in dict.fromkeys(one.machine for one in runs):
+        days = " and ".join(one.began for one in runs if one.machine == machine)
+        yield f"Measured on {days}, on {machine}."
+    yield _filled(f"{runs[-1].versions}.")
 
 
-def _overview(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield how many rows of each verdict there are, area by area."""
-    counts = {one.title: summary(list(_lines(one, runs))) for one in SECTIONS}
-    heads = list(next(iter(counts.values())))
-    yield f"| area | {' | '.join(heads)} |\n| --- |{' ---: |' * len(heads)}"
-    for title, found in counts.items():
-        if any(found.values()):
-            yield f"| {title} | {' | '.join(map(str, found.values()))} |"
-
-
-def _since(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield how the ratios changed since 0.1, if its benchmarks ran on the day of the newest run.
-
-    They run as `PYTHONPATH=src python benchmarks/run.py --page FILE` in a worktree of commit ca8c6fd.
-    """
-    kept = RELEASE_0_1 / f"{runs[-1].began}.jsonl"
-    if runs[-1].quick or not kept.exists():
-        return
-    old = {_key(row): row for row in _read(kept.read_text().splitlines()).rows}
-    pairs = [(old[_key(row)], row) for row in runs[-1].rows if _key(row) in old]
-    worse = [(was, now) for was, now in pairs if _is_higher(now, was)]
-    better = sum(_is_higher(was, now) for was, now in pairs)
-    same = len(pairs) - better - len(worse)
-    yield "## Since 0.1"
-    yield _filled(
-        "The benchmarks of 0.1 were run again after the newest run, on the same machine. "
-        f"{len(pairs)} rows are in both. A ratio counts as changed if it differs by more than "
-        f"{CHANGED - 1:.0%} and the quartiles do not overlap: {better} are lower now, {same} are unchanged, "
-        f"and {len(worse)} are higher:"
-    )
-    head = ["| | 0.1 | now | job | compared with | unit |", "| --- | ---: | ---: | --- | --- | --- |"]
-    yield "\n".join([*head, *(_change(was, now) for was, now in worse)])
-    yield _kept("since_0.1")
-
-
-def _change(was: Row, now: Row) -> str:
-    ratios = f"{number(was.ratio)} | {number(now.ratio)}"
-    return f"| {now.verdict} | {ratios} | {now.area}: {now.what} | {now.against} | {now.unit} |"
-
-
-def _is_higher(one: Row, other: Row) -> bool:
-    return one.ratio > CHANGED * other.ratio and one.low > other.high
-
-
-def _key(row: Row) -> tuple[str, ...]:
-    return row.area, row.device, row.what, row.against, row.unit
-
-
-def _section(section: Section, runs: Sequence[Run], full: bool) -> Iterator[str]:
+def _section(section: Section, runs: Sequence[Run]) -> Iterator[str]:
     lines = list(_lines(section, runs))
     if not lines:
         return
-    commands = ", ".join(f"`python benchmarks/{one}`" for one in section.commands)
-    yield f"### {section.title}"
-    yield f"{_filled(section.about)}\nMeasured by {commands}."
+    commands = ", ".join(f"`{one}`" for one in section.commands)
+    yield f"## {section.title}"
+    yield _filled(f"{section.about} ({commands})")
     yield "\n".join(markdown(lines))
-    if full:
-        for name in section.kept:
-            yield _kept(name)
-
-
-def _kept(name: str) -> str:
-    return (RECORDED / f"{name}.md").read_text().strip()
 
 
 def _filled(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return row.area, row.device, row.what, row.against, row.unit
 
 
 def _lines(section: Section, runs: Sequence[Run]) -> Iterator[tuple[Row, ...]]:
@@ -293,9 +207,9 @@ def _lines(section: Section, runs: Sequence[Run]) -> Iterator[tuple[Row, ...]]:
     mark = section.guards or len(section.areas) > 1
     for run in runs:
         for row in filter(section.shows, run.rows):
-            found.setdefault(_key(row), []).append(
-                replace(row, what=f"{row.area}: {row.what}") if mark else row
-            )
+            against = row.against.partition(":")[0]
+            against = f"{row.area}: {against}" if mark else against
+            found.setdefault(_key(row), []).append(replace(row, against=against))
     newest = set(map(_key, runs[-1].rows))
     yield from (tuple(rows) for key, rows in found.items() if key in newest)
 

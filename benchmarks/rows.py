@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from timing import QUICK, Effort, Spread, Times, Work, interleaved, spread
 
-__all__ = ["Area", "Options", "Row", "difference", "main", "markdown", "number", "saved", "summary"]
+__all__ = ["Area", "Options", "Row", "difference", "main", "markdown", "number", "saved"]
 
 VERDICTS = ("loses", "even", "wins", "cost")
 UNITS = {"s": 1.0, "ms": 1e3, "µs": 1e6}
@@ -146,23 +147,24 @@ class Area:
 
 
 def markdown(lines: Iterable[Sequence[Row]]) -> Iterator[str]:
-    """Yield the lines of a table: what preamp loses first and in bold, then even, wins and cost.
+    """Yield the lines of a table: what preamp is compared with, first where it loses most rows, and in bold.
 
     Args:
         lines: each is one comparison in several runs, the newest last.
     """
-    yield "| | ratio | job | compared with | preamp |\n| --- | ---: | --- | --- | ---: |"
-    for rows in sorted(lines, key=lambda rows: VERDICTS.index(verdict(rows))):
-        found, newest = verdict(rows), rows[-1]
-        device = "" if newest.device == "cpu" else f" ({newest.device})"
-        shown = f"**{found}**" if found == "loses" else found
-        unit = (
-            newest.unit.replace("s", "", 1)
-            if newest.ours == 1 and isinstance(newest.ours, int)
-            else newest.unit
-        )
-        figure = f"{number(newest.ours)} {unit}"
-        yield f"| {shown} | {ratio(rows)} | {newest.what}{device} | {newest.against} | {figure} |"
+    yield "| compared with | rows | ratio |\n|---|---|--:|"
+    groups: dict[tuple[bool, str], list[Sequence[Row]]] = {}
+    for rows in lines:
+        device = "" if rows[-1].device == "cpu" else f" ({rows[-1].device})"
+        groups.setdefault((not rows[-1].peer, f"{rows[-1].against}{device}"), []).append(rows)
+    counts = {key: Counter(map(verdict, group)) for key, group in groups.items()}
+    for key in sorted(groups, key=lambda key: (-counts[key]["loses"], key[0])):
+        found, against = counts[key], key[1]
+        if found["loses"]:
+            highest = max(groups[key], key=lambda rows: rows[-1].high if verdict(rows) == "loses" else 0.0)
+            against = f"**{against}**; highest: {highest[-1].what}"
+        said = ", ".join(f"{each} {found[each]}" for each in VERDICTS if found[each])
+        yield f"| {against} | {said} | {ratio([row for rows in groups[key] for row in rows])} |"
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -177,20 +179,12 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def ratio(rows: Sequence[Row]) -> str:
-    """Return the range of the ratio over several runs. What is counted is that of the newest run."""
-    newest = rows[-1]
-    if any(math.isnan(row.ratio) for row in rows):
+    """Return the range of the ratio. Rows in which it is lost in the noise do not count."""
+    known = [row.ratio for row in rows if not math.isnan(row.ratio)]
+    if not known:
         return "noise"
-    if newest.low == newest.ratio == newest.high:
-        return number(newest.ratio)
-    least, most = (number(end(row.ratio for row in rows)) for end in (min, max))
+    least, most = number(min(known)), number(max(known))
     return least if least == most else f"{least} to {most}"
-
-
-def summary(lines: Iterable[Sequence[Row]]) -> dict[str, int]:
-    """Return how many comparisons have each verdict."""
-    found = [verdict(rows) for rows in lines]
-    return {each: found.count(each) for each in VERDICTS}
 
 
 def saved(path: Path) -> list[Row]:
