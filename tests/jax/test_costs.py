@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from preamp import guards
+from preamp import Dynamic, Headroom, guards
 from preamp.arrays.jax import Size
 from preamp.guards import Guard, SpikeGuard
 from preamp.jax import (
@@ -250,3 +252,37 @@ def test_gradients_of_float16_products_cross_the_conditional_short(max_norm: flo
     whole, written = (costs(f, params, state, x, x) for f in (step(low, optimizer), apart))
     assert whole.passes < written.passes - 0.5
     assert whole.conditionals == 2
+
+
+@pytest.mark.parametrize(("policy", "more"), [(Dynamic(), 1), (Headroom(), 2)])
+def test_ranks_agree_in_as_many_collectives_as_docs_distributed_says(policy: Any, more: int) -> None:
+    """Beyond those of the same step without a loss scale."""
+    inner, params, x = optax.sgd(1e-2), {"w": jnp.ones((8, 1))}, jnp.ones((16, 8))
+
+    def bare(loss: Any) -> Any:
+        def train(params: Any, state: Any, x: Any) -> Any:
+            value, gradients = jax.value_and_grad(loss)(params, x)
+            updates, state = inner.update(gradients, state, params)
+            return value, optax.apply_updates(params, updates), state
+
+        return train
+
+    def mean(params: Any, x: Any) -> Any:
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    def split(params: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.psum(x @ params["w"], "d") ** 2)
+
+    def all_reduces(train: Any, optimizer: Any, of_params: P, of_x: P) -> int:
+        mesh = Mesh(jax.devices()[:1], ("d",))
+        specs = {"in_specs": (of_params, P(), of_x), "out_specs": (P(), of_params, P())}
+        parallel = jax.jit(jax.shard_map(train, mesh=mesh, **specs))
+        return parallel.lower(params, optimizer.init(params), x).as_text().count("stablehlo.all_reduce")
+
+    ours = loss_scaled(inner, policy, max_norm=1.0)
+    averaged = all_reduces(bare(lambda params, x: jax.lax.pmean(mean(params, x), "d")), inner, P(), P("d"))
+    assert all_reduces(step(mean, ours, axis_name="d"), ours, P(), P("d")) == averaged + 1
+
+    ours = loss_scaled(inner, policy, max_norm=1.0, axis_name="d")
+    shards = P("d"), P(None, "d")
+    assert all_reduces(step(split, ours), ours, *shards) == all_reduces(bare(split), inner, *shards) + more
