@@ -145,6 +145,17 @@ pytest_collect_file = (
 ).pytest()
 
 
+# The recipes that `make test` runs, one for each of the large adapters; `make test-slow` has the others.
+RECIPES = {"pytorch_loop.md", "optax.md", "keras_fit.md"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most recipes to the slow tests: whole trainings in other libraries, of what the pages show."""
+    for item in items:
+        if item.path.parent.name == "recipes" and item.path.name not in RECIPES:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Keep what is there before a file's first test, some millions of objects, out of garbage collection."""
     if getattr(item.session, "file_of_the_last_test", None) != item.path:

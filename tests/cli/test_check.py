@@ -27,20 +27,16 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.L
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def step(factor=1.0):
+def step():
     print("not shown")
     x = torch.randn(64, 64)
     loss = torch.nn.functional.cross_entropy(model(x), x[:, :10].argmax(1))
     optimizer.zero_grad()
-    (loss * factor).backward()
+    loss.backward()
     optimizer.step()
     with Path("calls.txt").open("a") as file:
         file.write(f"{os.getpid()} {random.random()} {numpy.random.rand()} {float(x[0, 0])}\\n")
     return loss
-
-
-def starved():
-    return step(1e-7)
 
 
 def only_float32():
@@ -55,24 +51,12 @@ def several():
     return torch.ones(3)
 
 
-def nothing():
-    pass
-
-
 def fails():
     raise KeyError("data")
 
 
-def absent():
-    import absent_module
-
-
 def no_file():
     open("absent.txt")
-
-
-class Odd:
-    pass
 
 
 def in_region():
@@ -81,7 +65,6 @@ def in_region():
     x = torch.ones(4, 4) + 2.0**-9  # which bfloat16 does not have
     regions = {
         "theirs": torch.autocast("cpu", torch.bfloat16),
-        "ours": preamp.torch.autocast("cpu", torch.bfloat16),
         "edited": preamp.torch.autocast("cpu", torch.bfloat16, emulate=True),
     }
     with regions[os.environ["REGION"]]:
@@ -169,7 +152,7 @@ def test_a_step_runs_in_each_precision_from_the_same_seed_in_a_fresh_process(che
     assert numbers[:3] == numbers[3:6] == numbers[6:]
 
 
-@pytest.mark.parametrize("region", ["theirs", "ours", "edited", "jax"])
+@pytest.mark.parametrize("region", ["theirs", "edited", "jax"])
 def test_regions_of_the_step_follow_the_row(check, region, monkeypatch):
     """Each row is of the precision that it names, and not of that in the step."""
     monkeypatch.setenv("REGION", region)
@@ -188,12 +171,6 @@ def test_regions_of_the_step_follow_the_row(check, region, monkeypatch):
     assert said in " ".join(done.stdout.split())
 
 
-def test_gradients_that_underflow_show_in_the_loss(check):
-    done = check("--model", "train.py:starved", "--calls", "20")
-    _, brain, half = (line.split()[-2].rstrip("%") for line in rows(done.stdout).values())
-    assert float(brain) < 0.5 < float(half)
-
-
 def test_a_precision_that_fails_is_a_row(check):
     done = check("--model", "train.py:only_float32", "--calls", "2")
     assert done.returncode == 0
@@ -207,26 +184,18 @@ def test_a_precision_that_fails_is_a_row(check):
     [
         (["--model", "train.py:step2"], "train.py has no function 'step2'"),
         (["--model", "train"], "'train' does not name a function. Write MODULE:FUNCTION"),
-        (["--model", "other.py:step"], "There is no file other.py"),
         (
             ["--model", "train.py:several"],
             "train.py:several returned a Tensor. Write a function that",
         ),
-        (["--model", "train.py:nothing"], "train.py:nothing returned no number. Write a function that"),
         (
             ["--model", "train.py:fails"],
             "train.py:fails fails in float32, without autocast: KeyError: 'data'.",
         ),
         (
-            ["--model", "train.py:absent"],
-            "train.py:absent fails in float32, without autocast: ModuleNotFoundError: No module named "
-            "'absent_module'. Install what is missing, or correct the import.\n",
-        ),
-        (
             ["--model", "train.py:no_file"],
             "FileNotFoundError: [Errno 2] No such file or directory: 'absent.txt'. Relative paths start in /",
         ),
-        (["--model", "train.py:Odd"], "train.py:Odd returned an Odd. Write a function that"),
         (["--model", "train.py::step"], "'train.py::step' has two colons. Write train.py:step."),
         (
             ["--model", "broken.py:step"],
@@ -241,8 +210,6 @@ def test_a_precision_that_fails_is_a_row(check):
             ["--model", "train.py:step", "--calls", "1.5"],
             "--calls: 1.5 is not a whole number. Write one, such as 100.",
         ),
-        (["--model", "train.py:step", "--calls", "x"], "--calls: x is not a whole number"),
-        (["--model", "train.py:step", "--calls", "0"], "--calls"),
         (["--calls", "3"], "--calls 3 has no effect without --model"),
     ],
 )
@@ -344,16 +311,8 @@ def loss():
 jitted = jax.jit(lambda weight: jnp.mean((weight @ weight) ** 2))
 
 
-def gradients():
-    return jax.value_and_grad(jitted)(weight)
-
-
 def reads():
     return float(jitted(weight))
-
-
-def branches():
-    return jitted(weight) if jitted(weight) > 0 else 0.0
 
 
 def writes():
@@ -363,13 +322,6 @@ def writes():
     return value
 
 
-class Keys:
-    key = jax.random.key(0)
-
-
-def random():
-    Keys.key, key = jax.random.split(Keys.key)
-    return jax.random.normal(key)
 """
 
 
@@ -384,17 +336,14 @@ def test_it_checks_jax(here, monkeypatch):
     assert "JAX has no device type 'tpu' here. Write one that it has: cpu." in done.stderr
     monkeypatch.setattr("preamp.jax.check", lambda devices: machine())
     Path("train.py").write_text(JAX_SCRIPT)
-    for name, calls in {"loss": "4", "gradients": "1"}.items():
-        done = here("check", "--framework", "jax", "--model", f"train.py:{name}", "--calls", calls)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert f"train.py:{name} in each precision, {calls} call{'s' * (calls != '1')}:" in done.stdout
-        differences = [line.split()[-2] for line in rows(done.stdout).values()]
-        assert differences[0] == "-"
-        assert all(float(one.rstrip("%")) < 5 for one in differences[1:])
-        assert "probably nothing was cast" not in done.stdout
-    assert (
-        len(Path("traces.txt").read_text().splitlines()) == 6
-    )  # twice in each precision, however many calls
+    done = here("check", "--framework", "jax", "--model", "train.py:loss", "--calls", "4")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "train.py:loss in each precision, 4 calls:" in done.stdout
+    differences = [line.split()[-2] for line in rows(done.stdout).values()]
+    assert differences[0] == "-"
+    assert all(float(one.rstrip("%")) < 5 for one in differences[1:])
+    assert "probably nothing was cast" not in done.stdout
+    assert len(Path("traces.txt").read_text().splitlines()) == 6  # twice in each precision
 
 
 def test_the_casts_of_a_jax_function_are_named_by_their_lines(tmp_path, monkeypatch):
@@ -408,7 +357,7 @@ def test_the_casts_of_a_jax_function_are_named_by_their_lines(tmp_path, monkeypa
     )
 
 
-@pytest.mark.parametrize("name", ["reads", "branches", "writes", "random"])
+@pytest.mark.parametrize("name", ["reads", "writes"])
 def test_a_function_that_jax_cannot_trace_is_refused_in_plain_words(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(JAX_SCRIPT)
@@ -459,8 +408,7 @@ def test_what_a_run_writes_can_be_read_again():
     assert read.name == "float16, emulated"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--model", "train.py:loss"]])
-@pytest.mark.parametrize("package", ["torch", "jax"])
+@pytest.mark.parametrize(("package", "arguments"), [("torch", []), ("jax", ["--model", "train.py:loss"])])
 def test_a_missing_framework_is_named(package, arguments, tmp_path):
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('absent', name={package!r})")
     (tmp_path / "train.py").write_text("def loss(): return 1.0")
