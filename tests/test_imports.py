@@ -83,7 +83,6 @@ LOADING_TENSORFLOW = {
     "preamp.tensorflow": "import preamp.tensorflow",
     "preamp.arrays.tensorflow": "import preamp.arrays.tensorflow",
     "preamp.keras": "import preamp.keras",
-    "preamp.systems.convert": "import preamp.systems.convert.reading as r; r._tensorflow('checkpoint')",
 }
 
 
@@ -155,7 +154,7 @@ def test_a_release_older_than_the_extra_asks_for_is_refused(package: str, room: 
 
 NEEDED = {
     **{"torch": "torch", "jax": "jax", "keras": "keras", "tensorflow": "tensorflow", "deepspeed": "torch"},
-    **{"report": "matplotlib", "cli.app": "cyclopts", "cli.lab.data": "numpy", "systems.convert": None},
+    **{"report": "matplotlib", "cli.app": "cyclopts", "cli.lab.data": "numpy"},
 }
 CRASHED_ONCE = {frozenset(("torch", "keras")), frozenset(("torch", "tensorflow"))}
 WITH_TRITON = importlib.util.find_spec("triton") is not None  # without it there is nothing to crash

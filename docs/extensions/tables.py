@@ -14,7 +14,6 @@ from sphinx.util.docutils import SphinxDirective
 from preamp import casting, dialects
 from preamp.policy import Moving, Policy
 from preamp.record.formatting import power
-from preamp.systems.formats import backoff_factor, hysteresis
 
 __all__ = ["dialect_rows", "operator_rows", "rule_rows", "setup"]
 
@@ -36,12 +35,13 @@ def rule_rows() -> list[list[str]]:
 def _rule(policy: Policy[Any]) -> list[str]:
     if not isinstance(policy, Moving):
         return [power(policy.start().scale), *[UNNAMED] * 6]
+    divisor = policy.compat.backoff_divisor
     return [
         power(policy.start().scale),
         f"{policy.growth_factor:g}",
         f"{policy.growth_interval + policy.compat.growth_delay:,}",
-        f"{backoff_factor(policy):g}",
-        str(hysteresis(policy)),
+        f"{1.0 / divisor if divisor else policy.backoff_factor:g}",
+        str(getattr(policy, "hysteresis", 1)),
         power(policy.min_scale),
         power(policy.max_scale),
     ]

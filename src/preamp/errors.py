@@ -8,14 +8,13 @@ PreampError
 ├── ScaleExhausted  (RuntimeError)  the scale is at its floor and the gradients still overflow
 ├── UsageError      (RuntimeError)  a call with an invalid argument, or at the wrong time
 ├── TraceError      (ValueError)    a trace file that cannot be read, with the line
-├── CheckpointError (ValueError)    a checkpoint, or a loss scale in one, that cannot be read or written
+├── CheckpointError (ValueError)    a checkpoint that cannot be read or written
 ├── DataError       (ValueError)    a user's table that cannot be trained on, with the line
 └── MissingExtra    (ImportError)   an optional dependency is absent or too old, with what installs it
 
 UserWarning
 ├── InexactScale                   a scale or factor that is not a power of two: it rounds every gradient
-├── UnscaledFloat16                float16 autocast trains without a loss scaler, and gradients underflow
-└── LossyConversion                a saved loss scale that another system's checkpoint holds only in part
+└── UnscaledFloat16                float16 autocast trains without a loss scaler, and gradients underflow
 ```
 """
 
@@ -32,7 +31,6 @@ __all__ = [
     "ConfigError",
     "DataError",
     "InexactScale",
-    "LossyConversion",
     "MissingExtra",
     "PolicyError",
     "PreampError",
@@ -83,7 +81,7 @@ class TraceError(PreampError, ValueError):
 
 
 class CheckpointError(PreampError, ValueError):
-    """A checkpoint, or a loss scale in one, that cannot be read or written."""
+    """A checkpoint that cannot be read or written."""
 
 
 class DataError(PreampError, ValueError):
@@ -126,10 +124,6 @@ class MissingExtra(PreampError, ImportError):
 
 class InexactScale(UserWarning):
     """A scale or factor that is not a power of two: multiplying and dividing by the scale rounds."""
-
-
-class LossyConversion(UserWarning):
-    """Part of a loss scale's state is lost: another system's checkpoint has no place for it."""
 
 
 class UnscaledFloat16(UserWarning):

@@ -193,8 +193,7 @@ def test_a_policy_that_gives_up_ends_its_run_with_a_word(here, tmp_path):
         (["simulate", "--policy", "torhc"], "Write one of torch, "),
         (["train", "--policy", "torch", "--policy.scale", "8"], "cannot change the policy of torch"),
         (["train", "--policy", "torch", "--dialect", "torch"], "--policy torch and --dialect torch"),
-        (["convert", "a.pt", "b.pt", "--from", "torhc", "--to", "torch"], "Write one of torch, "),
-        (["convert", "a.pt", "b.pt", "--from", "torch", "--to", "flx"], "Write one of flax, "),
+        (["simulate", "--dialect", "flx"], "Write one of flax, "),
         (["train", "--steps", "0"], "--steps"),
         (["train", "--steps", "5", "--epochs", "1"], "--epochs 1 and --steps 5 are both given"),
         (["train", "--rule", "headroom", "--dialect", "torch"], "both"),
@@ -383,7 +382,7 @@ def test_dialects_lists_every_dialect(here):
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "simulate", "report", "doctor", "inspect", "blame", "tune", "check", "convert", "dialects"],
+    ["train", "simulate", "report", "doctor", "inspect", "blame", "tune", "check", "dialects"],
 )
 def test_help_fits_80_columns_and_shows_no_default_of_python(command, here, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -439,7 +438,7 @@ def test_a_misspelled_name_is_answered_with_all_names_and_the_nearest_first(name
     place = data.draw(st.integers(0, len(name)))
     wrong = name[:place] + noise + name[place + len(noise) :]
     plain = {re.sub("[-_]", "", one): one for one in NAMES}
-    for find, known in ((find_policy, NAMES), (lambda it: find_dialect("to", it), [*map(str.lower, ALL)])):
+    for find, known in ((find_policy, NAMES), (find_dialect, [*map(str.lower, ALL)])):
         key = re.sub("[-_]", "", wrong).lower()
         if plain.get(key) in known:
             find(wrong)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from preamp import Dynamic, Moving, Policy, Reading, ScaleExhausted, State, dialects
 from preamp.deepspeed.attaching.method_patches import MethodPatches
-from preamp.deepspeed.attaching.scaler_attributes import RECORD, ScalerAttributes
-from preamp.errors import UsageError
+from preamp.deepspeed.attaching.scaler_attributes import ScalerAttributes
+from preamp.deepspeed.attributes import RECORD, policy_of, settings_of, state_of
+from preamp.errors import CheckpointError, PolicyError, UsageError
 from tests.strategies import policies, reading, scripts
 
 deepspeeds = st.builds(
@@ -121,3 +122,27 @@ def test_hooks_that_are_wrapped_stay_all() -> None:
     with pytest.raises(UsageError, match=r"Owner.method was replaced again after attach"):
         hooks.remove()
     assert owner.method(1) == 20
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("cur_scale", "65536", "is not one number"),
+        ("cur_iter", 0.5, "not a whole number"),
+        ("consecutive_hysteresis", "no", "neither True nor False"),
+        ("scale_factor", 0.5, "growth_factor=0.5"),
+        ("scale_window", -3, "growth_interval=-3"),
+        ("delayed_shift", 0, "hysteresis=0"),
+    ],
+)
+def test_attributes_that_cannot_work_are_refused(name: str, value: Any, problem: str) -> None:
+    saved = {**ScalerAttributes(dialects.DEEPSPEED()).first(), name: value}
+    with pytest.raises((PolicyError, CheckpointError), match=problem):
+        state_of(saved, policy_of(saved))
+
+
+def test_a_floor_of_0_is_no_floor() -> None:
+    saved = {**ScalerAttributes(dialects.DEEPSPEED()).first(), "min_scale": 0.0}
+    policy = policy_of(saved)
+    assert (policy.min_scale, policy.at_floor) == (None, "hold")
+    assert settings_of(policy)["min_scale"] == 0.0

@@ -18,11 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from preamp import dialects
 from preamp.deepspeed import Engine, initialize
 from preamp.deepspeed.engine.checkpoint_files import STATES
 from preamp.errors import CheckpointError, UsageError
-from preamp.systems.convert import convert
 
 WARMUP = {"type": "WarmupDecayLR", "params": {"total_num_steps": 12, "warmup_num_steps": 3}}
 FLOAT16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
@@ -359,12 +357,3 @@ def test_loading_says_nothing_of_what_is_well(tmp_path, caplog):
         engine.save_checkpoint(tmp_path)
         engine.load_checkpoint(tmp_path)
     assert caplog.records == []
-
-
-def test_convert_says_what_an_engines_folder_lacks(tmp_path):
-    engine = made({"fp16": {**FLOAT16["fp16"], "hysteresis": 2}})
-    train(engine, 0, [False])
-    engine.save_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"Write --from torch\. Hysteresis, .* fp16 section"):
-        convert(tmp_path, dialects.DEEPSPEED, tmp_path / "out.json", dialects.KERAS)
-    assert not (tmp_path / "out.json").exists()

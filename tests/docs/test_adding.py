@@ -22,16 +22,13 @@ BLOCKS = {
 POLICY, REGISTRY, DIALECT, FRAMEWORK, ROW = BLOCKS
 
 OF_A_DIALECT = """
-from preamp import State, dialects
+from preamp import dialects
 from preamp.cli.app import run
 from preamp.cli.flags import find_dialect
 
-example = find_dialect("dialect", "example")
+example = find_dialect("example")
 assert example is dialects.ALL["EXAMPLE"] is dialects.EXAMPLE
 assert example.start().scale == 1.0
-saved = example.dump(State(8.0, 3.0, 0.0))
-assert saved["scale"] == 8.0
-assert example.load(saved) == State(8.0, 3.0, 0.0)
 run(["dialects"])
 """
 

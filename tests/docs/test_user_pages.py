@@ -214,6 +214,7 @@ def test_a_key_of_deepspeeds_configuration_is_the_policy_beside_it(key, argument
 
     from preamp import Static
     from preamp.deepspeed import DynamicLossScaler
+    from preamp.deepspeed.attributes import policy_of
 
     policy = eval(code(ours), {"dialects": dialects, "Static": Static})
     section = json.loads(f'{{"enabled": true, {code(key)}}}')
@@ -224,4 +225,4 @@ def test_a_key_of_deepspeeds_configuration_is_the_policy_beside_it(key, argument
         given = {"consecutive_hysteresis": False, **usual, **eval(f"dict({code(argument)})")}
         scaler = DynamicLossScaler(**given)
         assert scaler.loss_scale == policy.init_scale
-        assert replace(dialects.DEEPSPEED.load_policy(scaler), init_scale=policy.init_scale) == policy
+        assert replace(policy_of(vars(scaler)), init_scale=policy.init_scale) == policy

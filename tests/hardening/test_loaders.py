@@ -1,6 +1,6 @@
 """Whatever a file holds, reading it ends in what was saved or in one of our errors that names the file.
 
-Traces, configurations, checkpoints of ours and of other systems, policies: cut short, with flipped bits, and
+Traces, configurations, policies: cut short, with flipped bits, and
 forged on purpose. No code of a file runs, and nothing hangs.
 """
 
@@ -10,7 +10,6 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preamp import (
-    CheckpointError,
     ConfigError,
     ExponentHistogram,
     Policy,
     PolicyError,
-    PreampError,
     Snapshot,
     SnapshotRow,
     Step,
     Trace,
     TraceError,
-    dialects,
 )
 from preamp.doctor import diagnose
 from preamp.policy.registry import from_json, to_json
 from preamp.report import Curve, write_report
 from preamp.systems import deepspeed_config as config
-from preamp.systems.convert import convert
 from tests.strategies import policies
 
 from .hostile import damaged, forged, often, seldom
@@ -185,96 +180,3 @@ def test_a_forged_policy_is_refused_or_a_policy(folder: Path, data: Any) -> None
         return
     assert isinstance(made, Policy)
     assert 0.0 < made.start().scale < math.inf
-
-
-# Checkpoints of other systems
-
-KNOWN = {name: dialect for name, dialect in dialects.ALL.items() if dialect.format}
-
-
-@fuzzed(60, data=st.data())
-def test_a_forged_state_is_refused_or_can_be_gone_on_with(folder: Path, data: Any) -> None:
-    dialect = KNOWN[data.draw(st.sampled_from(sorted(KNOWN)))]
-    saved = data.draw(forged(dialect.dump(dialect.start())))
-    try:
-        state, policy = dialect.load(saved), dialect.load_policy(saved)
-    except (CheckpointError, PolicyError):
-        return
-    assert 0.0 < state.scale < math.inf
-    assert all(map(math.isfinite, state))
-    assert isinstance(policy, Policy)
-
-
-def bytes_of(suffix: str, entries: Any) -> bytes:
-    with tempfile.TemporaryDirectory() as name:
-        from preamp.systems.convert.writing import write
-
-        path = Path(name) / f"x{suffix}"
-        write(path, entries, dialects.TORCH)
-        return path.read_bytes()
-
-
-TORCH_STATE = dialects.TORCH.dump(dialects.TORCH.start())
-SAVED = {suffix: bytes_of(suffix, TORCH_STATE) for suffix in (".pt", ".json", ".msgpack")}
-
-
-def carry(source: Path, out: Path, origin: Any = dialects.TORCH) -> None:
-    out.unlink(missing_ok=True)
-    try:
-        convert(source, origin, out, dialects.MEGATRON)
-    except PreampError as error:
-        assert str(source) in str(error)  # noqa: PT017 - either outcome is right
-        assert not out.exists()
-
-
-@fuzzed(40, data=st.data())
-def test_a_damaged_checkpoint_is_refused_by_name_or_carried_over(folder: Path, data: Any) -> None:
-    suffix = data.draw(st.sampled_from(sorted(SAVED)))
-    source = folder / f"damaged{suffix}"
-    source.write_bytes(data.draw(damaged(SAVED[suffix])))
-    carry(source, folder / "out.json")
-
-
-@fuzzed(40, data=st.data())
-def test_a_forged_checkpoint_is_refused_by_name_or_carried_over(folder: Path, data: Any) -> None:
-    import torch
-
-    tree = data.draw(forged({"model": {"w": [1.0]}, "scaler": TORCH_STATE}))
-    if data.draw(st.booleans()):
-        source = folder / "forged.json"
-        source.write_text(json.dumps(tree))
-    else:
-        source = folder / "forged.pt"
-        torch.save(tree, source)
-    carry(source, folder / "out.json")
-
-
-@cache
-def kept(system: str) -> dict[str, bytes]:
-    """Return the files that Keras or tf_keras wrote, by name."""
-    from tests.systems import test_convert
-
-    save = {"keras": test_convert.save_keras, "h5": test_convert.save_keras_weights}
-    with tempfile.TemporaryDirectory() as name:
-        save.get(system, test_convert.save_tf_keras)(Path(name))
-        return {path.name: path.read_bytes() for path in Path(name).iterdir()}
-
-
-@pytest.mark.parametrize("system", ["keras", "h5", "tensorflow"])
-@pytest.mark.parametrize("count", [25, pytest.param(500, marks=pytest.mark.slow)])
-def test_a_damaged_file_of_keras_or_tensorflow_is_refused_by_name_or_carried_over(
-    count: int, system: str, tmp_path: Path
-) -> None:
-    files = kept(system)
-    origin = dialects.TF_KERAS if system == "tensorflow" else dialects.KERAS
-    source = tmp_path / ("in" if system == "tensorflow" else next(iter(files)))
-
-    @seldom(count)
-    @given(data=st.data())
-    def reads(data: Any) -> None:
-        broken = data.draw(st.sampled_from(sorted(files)))
-        for name, content in files.items():
-            (tmp_path / name).write_bytes(data.draw(damaged(content)) if name == broken else content)
-        carry(source, tmp_path / "out.json", origin)
-
-    reads()

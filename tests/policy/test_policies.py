@@ -40,6 +40,7 @@ from tests.strategies import (
     scripts,
     statics,
     tolerants,
+    walked,
 )
 
 CLEAN, OVERFLOW = Reading(finite=True), Reading(finite=False)
@@ -347,3 +348,13 @@ def test_a_policy_that_may_give_up_for_two_reasons_names_what_helps_against_both
     policy = Dynamic(at_floor="raise", max_consecutive_overflows=3)
     message = str(policy.exhaustion_from(policy.start()))
     assert "at_floor='hold' or a lower min_scale and a higher max_consecutive_overflows" in message
+
+
+@given(
+    policy=dynamics(min_scale=None, at_floor="hold", bounds="moves", max_consecutive_overflows=None),
+    script=scripts,
+)
+def test_overflows_left_are_those_until_the_scale_backs_off(policy: Dynamic, script: str) -> None:
+    state = play(policy, script)[-1]._replace(scale=1.0)
+    scales, _ = walked(policy, "1" * policy.hysteresis, state)
+    assert policy.overflows_left(state) == next(step for step, scale in enumerate(scales) if scale < 1.0)

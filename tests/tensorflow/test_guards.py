@@ -13,10 +13,8 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from preamp import Headroom, PolicyError, Static, dialects, guards
+from preamp import Headroom, PolicyError, Static, guards
 from preamp.guards import SpikeGuard
-from preamp.systems.convert import convert
-from preamp.systems.variables import guard_leaves
 from preamp.tensorflow import LossScaleOptimizer
 from tests.combinations import combinations
 from tests.guarding import POLICY, QUICK, RULES, batches, check_simulated, script
@@ -195,22 +193,6 @@ def test_a_checkpoint_restores_with_another_guard(
         taker(each, weights, compiles=False)[0](2.9, 1.0)
     assert all(map(np.array_equal, values(other, copy), values(optimizer, variable)))
     assert other.last_step._replace(loss=None) == optimizer.last_step._replace(loss=None)
-
-
-@each_kind
-@pytest.mark.parametrize("guard", [QUICK, SHORT], ids=["spike", "olmo"])
-def test_a_checkpoint_converts_with_the_guards_state(guard: Any, kind: str, tmp_path: Path) -> None:
-    optimizer = LossScaleOptimizer(inner(kind, "Adam", 0.01), guard=guard)
-    take, _ = taker(optimizer, tf.Variable([1.0]), compiles=False)
-    for loss, gradient in script(3)[:8]:
-        take(loss, gradient)
-    path = tf.train.Checkpoint(optimizer=optimizer).write(str(tmp_path / "checkpoint"))
-    origin = dialects.KERAS if kind == "keras" else dialects.TF_KERAS
-    convert(Path(path), origin, tmp_path / "torch.json", dialects.TORCH)
-    [state] = json.loads((tmp_path / "torch.json").read_text())["preamp_state"]["guard"]
-    assert repr(
-        {name: np.array(one).tolist() for name, one in guard_leaves(guard.restore(state)).items()}
-    ) == (states(optimizer))
 
 
 @each_kind

@@ -28,7 +28,6 @@ from preamp import (
 from preamp.doctor import Diagnosis, Finding, diagnose
 from preamp.policy import Where, choose
 from preamp.report import Curve, scale_figure, write_report
-from preamp.systems.convert import Conversion, convert
 from preamp.systems.deepspeed_config import Settings, load
 from preamp.systems.definition import Dialect
 
@@ -52,13 +51,11 @@ def choose_a_rule(hysteresis: int) -> Policy[Any]:
 def use_dialects() -> None:
     rule = dialects.MEGATRON(hysteresis=4, min_scale=0.5)
     assert_type(rule, Policy[Any])
-    state = dialects.TORCH.load({"scale": 8.0, "_growth_tracker": 3})
-    assert_type(dialects.FLAX.dump(state), dict[str, Any])
     for name, dialect in dialects.ALL.items():
         text: str = name + dialect.odd + dialect.system
         print(text)
     any_dialect: Dialect[...] = dialects.KERAS
-    assert_type(convert(Path("a.pt"), any_dialect, Path("b.json"), dialects.TORCH), Conversion)
+    print(any_dialect)
 
 
 def record(path: Path) -> Summary:

@@ -1,1 +1,1 @@
-"""The command line: train, simulate, report, doctor, inspect, convert, dialects."""
+"""The command line: train, simulate, report, doctor, inspect, dialects."""

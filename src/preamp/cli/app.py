@@ -1,4 +1,4 @@
-"""The command line: train, simulate, report, doctor, inspect, blame, tune, check, convert, dialects."""
+"""The command line: train, simulate, report, doctor, inspect, blame, tune, check, dialects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from preamp.cli.flags import (
     GUARDS,
     SHORT_INTERVAL,
     Given,
-    find_dialect,
     guard_flags,
     guards_of,
     precisions_and_rule,
@@ -66,7 +65,6 @@ __all__ = [
     "app",
     "blame",
     "check",
-    "convert",
     "dialects",
     "doctor",
     "inspect",
@@ -633,41 +631,6 @@ def check(
         out.print(f"\n{model} in each precision, {done} call{'s' * (done > 1)}:", soft_wrap=True)
         print_table(table(runs))
         print_lines(sentences(runs, model, framework, found))
-    return 0
-
-
-@app.command
-def convert(
-    source: Path,
-    out_file: Path,
-    /,
-    *,
-    origin: Annotated[str, Parameter(name="--from")],
-    target: Annotated[str, Parameter(name="--to")],
-) -> int:
-    """Convert the loss scale in one system's checkpoint to another system's format.
-
-    Args:
-        source: a checkpoint of PyTorch, DeepSpeed, flax, Keras or TensorFlow, or JSON. No code in it is run.
-        out_file: the .pt, .json or .msgpack file to write.
-        origin: the system that wrote the checkpoint: torch, deepspeed, keras, tf-keras, flax, jmp,
-            megatron, nemo, apex, fairseq, deepspeed-fused or deepspeed-016.
-        target: the system that will load it.
-    """
-    from preamp.systems.convert import convert as convert_file
-
-    done = convert_file(
-        source, find_dialect("from", origin, saved=True), out_file, find_dialect("to", target, saved=True)
-    )
-    counts = ", ".join(f"{name} {value:g}" for name, value in done.counts.items())
-    counts += ", the guard's state" if done.guards else ""
-    rest = f"Not carried: {', '.join(done.lost)}." if done.lost else "Nothing was lost."
-    if done.equal:
-        rest = f"An equal one is at {' and '.join(done.equal)}; the one at {done.where} was taken. {rest}"
-    if done.assumed:
-        settings = ", ".join(done.assumed)
-        rest = f"{origin} does not save {settings}: these defaults were assumed. {rest}"
-    out.print(f"{out_file}: carried {counts} from {done.where} of {source}. {rest}", soft_wrap=True)
     return 0
 
 

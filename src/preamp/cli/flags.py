@@ -134,11 +134,11 @@ def find_policy(name: str) -> type[Policy[Any]] | Dialect[...]:
     return known[_key(name)]
 
 
-def find_dialect(flag: str, name: str, saved: bool = False) -> Dialect[...]:
-    """Return the dialect that a flag names, in any spelling; one with a file format, if `saved`."""
+def find_dialect(name: str) -> Dialect[...]:
+    """Return a dialect by its name in any spelling; refuse an unknown one."""
     known = {_key(dialect): value for dialect, value in ALL.items()}
     if _key(name) not in known:
-        raise _unknown(flag, name, [key.lower() for key, value in ALL.items() if value.format or not saved])
+        raise _unknown("dialect", name, map(str.lower, ALL))
     return known[_key(name)]
 
 
@@ -195,7 +195,7 @@ def precisions_and_rule(
     if len(both) > 1:
         raise PreampError(f"{' and '.join(both)} are both given. Write one of them.")
     if config is None:
-        chosen = find_dialect("dialect", dialect) if dialect else policy_of(name, policy, short=True)
+        chosen = find_dialect(dialect) if dialect else policy_of(name, policy, short=True)
         return _precisions(given or ("float32", "float16")), chosen
     settings = load(config, skip_blanks=True)
     precisions = _precisions(given or ("float32", settings.precision))
@@ -216,7 +216,7 @@ def rules(
     ours: Sequence[str], policy: Given | None, names: Sequence[str], configs: Sequence[Path]
 ) -> dict[str, Policy[Any]]:
     """Return the policies that the flags of `simulate` ask for, by name."""
-    asked = [find_dialect("dialect", name) for name in names if name != "all"]
+    asked = [find_dialect(name) for name in names if name != "all"]
     chosen = ALL.values() if "all" in names else asked
     read = {str(path): _scaling(path, load(path, skip_blanks=True)) for path in configs}
     return {

@@ -18,11 +18,11 @@ from torch import Tensor
 from preamp.arrays.torch import gather
 from preamp.arrays.torch_devices import widest
 from preamp.checks import positive, whole
+from preamp.deepspeed.attributes import SETTINGS, policy_of, state_of
 from preamp.deepspeed.overflow_log import OverflowLog, not_finite
 from preamp.errors import InexactScale, PolicyError, ScaleExhausted, UsageError
 from preamp.policy import Reading
 from preamp.scaling import Step
-from preamp.systems import dialects, formats
 from preamp.torch.scaling.culprits import culprits, names
 from preamp.torch.scaling.ranks import WORLD, Agreement, number_of_ranks
 
@@ -221,9 +221,9 @@ class DynamicLossScaler(LossScalerBase):
             ScaleExhausted: at the floor, if `raise_error_at_min_scale`. Nothing was changed.
             PolicyError: if an attribute was set to an invalid value. Nothing was changed.
         """
-        rule = _rule(*[getattr(self, name) for name in formats.DEEPSPEED.setting_names])
+        rule = _rule(*[getattr(self, name) for name in SETTINGS])
         try:
-            after = rule.step(formats.DEEPSPEED.state(vars(self), rule), Reading(finite=not overflow))
+            after = rule.step(state_of(vars(self), rule), Reading(finite=not overflow))
         except ScaleExhausted as error:
             explained = self._exhausted(error)
             self._log(Step(self.cur_iter, self.cur_scale, False, True, self.cur_scale))
@@ -279,14 +279,11 @@ def CreateLossScaler(
 
 @lru_cache
 def _rule(*settings: object) -> Any:
-    """Return the policy for a scaler's settings, in the order of their names in its format."""
-    saved: dict[str, object] = {
-        "dynamic": True,
-        **dict(zip(formats.DEEPSPEED.setting_names, settings, strict=True)),
-    }
+    """Return the policy for a scaler's settings, in the order of `SETTINGS`."""
+    saved = dict(zip(SETTINGS, settings, strict=True))
     _check_counts(saved["scale_window"], saved["delayed_shift"])
     with warnings.catch_warnings(action="ignore", category=InexactScale):  # DeepSpeed rounds in the same way
-        return formats.DEEPSPEED.policy(saved, dialects.DEEPSPEED.policy)
+        return policy_of(saved)
 
 
 def _check_counts(scale_window: object, delayed_shift: object) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 from preamp.checks import FLOAT32_MAX, FLOAT32_TINY
 from preamp.errors import PolicyError
 from preamp.policy import Compat, Dynamic, Policy, Static, Tolerant
-from preamp.systems import formats
 from preamp.systems.definition import Dialect, dialect
 
 __all__ = [
@@ -67,11 +66,7 @@ def _but(policy: Any, **settings: Any) -> Policy[Any]:
     return replace(policy, **settings)
 
 
-@dialect(
-    "torch.amp.GradScaler, torch 2.13",
-    "No floor: enough overflows in a row take the scale to 0.",
-    formats.TORCH,
-)
+@dialect("torch.amp.GradScaler, torch 2.13", "No floor: enough overflows in a row take the scale to 0.")
 def TORCH(
     *,
     init_scale: float = 2.0**16,
@@ -83,20 +78,14 @@ def TORCH(
     return _rule(*settings, **AS_TORCH)
 
 
-@dialect(
-    "Keras LossScaleOptimizer, keras 3.15", "Neither floor nor ceiling: reaches 0 and inf.", formats.KERAS
-)
+@dialect("Keras LossScaleOptimizer, keras 3.15", "Neither floor nor ceiling: reaches 0 and inf.")
 def KERAS(*, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> Policy[Any]:
     return Dynamic(
         init_scale=initial_scale, growth_interval=dynamic_growth_steps, min_scale=None, max_scale=None
     )
 
 
-@dialect(
-    "tf.keras LossScaleOptimizer, tf_keras 2.21",
-    "An initial scale below 1 jumps up to 1 on overflow.",
-    formats.TF_KERAS,
-)
+@dialect("tf.keras LossScaleOptimizer, tf_keras 2.21", "An initial scale below 1 jumps up to 1 on overflow.")
 def TF_KERAS(
     *, dynamic: bool = True, initial_scale: float | None = None, dynamic_growth_steps: int | None = None
 ) -> Policy[Any]:
@@ -116,7 +105,6 @@ def TF_KERAS(
 @dialect(
     "DeepSpeed ZeRO 1-3, deepspeed 0.19.8",
     "The first clean step is not counted; once used up, hysteresis is not restored until the scale grows.",
-    formats.DEEPSPEED,
 )
 def DEEPSPEED(
     *,
@@ -142,7 +130,6 @@ def DEEPSPEED(
 @dialect(
     "DeepSpeed ZeRO 1-3, deepspeed 0.16.5",
     "Starts at 2**32 unless configured; the configuration's own default is 2**16.",
-    formats.DEEPSPEED,
 )
 def DEEPSPEED_016(
     *,
@@ -170,11 +157,7 @@ def DEEPSPEED_016(
     )
 
 
-@dialect(
-    "DeepSpeed stage 0 fp16, deepspeed 0.16.5 and 0.19.8",
-    "Ignores hysteresis, whatever is configured.",
-    formats.DEEPSPEED_FUSED,
-)
+@dialect("DeepSpeed stage 0 fp16, deepspeed 0.16.5 and 0.19.8", "Ignores hysteresis, whatever is configured.")
 def DEEPSPEED_FUSED(
     *, init_scale: float = 2.0**16, scale_window: int = 1000, min_scale: float = 1.0
 ) -> Policy[Any]:
@@ -190,7 +173,6 @@ def DEEPSPEED_FUSED(
 @dialect(
     "Megatron DynamicGradScaler, megatron-core 0.16",
     "Overflows add up until the scale grows, in a row or not; no ceiling, so it can reach inf.",
-    formats.MEGATRON,
 )
 def MEGATRON(
     *,
@@ -211,9 +193,7 @@ def MEGATRON(
     )
 
 
-@dialect(
-    "apex.amp, its last release", "Always moves by 2: its scale_factor argument is not used.", formats.APEX
-)
+@dialect("apex.amp, its last release", "Always moves by 2: its scale_factor argument is not used.")
 def APEX(
     *,
     init_scale: float = 2.0**16,
@@ -233,7 +213,6 @@ def APEX(
 @dialect(
     "NeMo GradScaler, nemo_toolkit 2.7",
     "After hysteresis is used up, every further overflow in a row backs off.",
-    formats.NEMO,
 )
 def NEMO(
     *,
@@ -250,7 +229,6 @@ def NEMO(
 @dialect(
     "fairseq DynamicLossScaler, fairseq 0.12.2",
     "Backs off on the rate of overflows since the scale last moved; growing does not clear their count.",
-    formats.FAIRSEQ,
 )
 def FAIRSEQ(
     *,
@@ -303,11 +281,7 @@ def COLOSSALAI(
     )
 
 
-@dialect(
-    "flax DynamicScale, flax 0.12",
-    "Grows after growth_interval + 1 clean steps, not growth_interval.",
-    formats.FLAX,
-)
+@dialect("flax DynamicScale, flax 0.12", "Grows after growth_interval + 1 clean steps, not growth_interval.")
 def FLAX(
     *,
     scale: float = 2.0**16,
@@ -321,9 +295,7 @@ def FLAX(
 
 
 @dialect(
-    "jmp DynamicLossScale, jmp 0.0.4",
-    "Forgets min_loss_scale in every jit or tree_map: the floor is then 1.",
-    formats.JMP,
+    "jmp DynamicLossScale, jmp 0.0.4", "Forgets min_loss_scale in every jit or tree_map: the floor is then 1."
 )
 def JMP(
     *, loss_scale: float = 2.0**15, period: int = 2000, factor: float = 2.0, min_loss_scale: float = 1.0

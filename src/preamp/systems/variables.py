@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from preamp.checks import level_of_caller
-from preamp.errors import PolicyError
+from preamp.errors import CheckpointError, PolicyError
 from preamp.guards import Guard
 from preamp.guards.base import leaves_of
 from preamp.policy import Policy
 from preamp.systems.arguments import check_resumed, is_out_of_bounds, warn_if_out_of_bounds
-from preamp.systems.formats.keras import nested_guard
 
 # By the fields of `ScalerState` and of `GuardRecord`. Other fields have their own names.
 NAMES = {"finite": "last_finite", "grad_norm": "last_grad_norm", "peak": "last_peak"}
@@ -121,7 +120,7 @@ def warn_if_other_guard(guard: Guard[Any] | None, name: str) -> None:
 
 def has_guard(saved: Mapping[str, Any]) -> bool:
     """Return whether an optimizer with a guard saved these values, which are by name."""
-    return GUARD_NAMES["taken"] in saved or bool(nested_guard(saved))
+    return GUARD_NAMES["taken"] in saved or bool(_nested_guard(saved))
 
 
 def warn_of_dropped_guard() -> None:
@@ -143,7 +142,7 @@ def resumed_guard(guard: Guard[Any], saved: Mapping[str, Any]) -> dict[str, Any]
         guard: the rule.
         saved: values by name, vectors as lists; other names are ignored.
     """
-    start, state = guard.start(), nested_guard(saved)
+    start, state = guard.start(), _nested_guard(saved)
     if not state:
         return guard_leaves(start)
     try:
@@ -154,3 +153,20 @@ def resumed_guard(guard: Guard[Any], saved: Mapping[str, Any]) -> dict[str, Any]
             stacklevel=level_of_caller("keras", "tensorflow", "tf_keras"),
         )
         return guard_leaves(start)
+
+
+def _nested_guard(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a guard's state for variables by name, such as "guard.loss.level"; empty if there are none."""
+    state: dict[str, Any] = {}
+    for name, value in saved.items():
+        parts = str(name).split(".")
+        if parts[0] == "guard" and len(parts) > 1:
+            inside: Any = state
+            for part in parts[1:-1]:
+                inside = inside.setdefault(part, {})
+                if not isinstance(inside, dict):
+                    raise CheckpointError(
+                        f"the saved {name} is inside a number. Leave it out to start again."
+                    )
+            inside[parts[-1]] = value
+    return state

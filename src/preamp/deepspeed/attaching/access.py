@@ -17,10 +17,9 @@ from torch import Tensor
 
 from preamp.arrays.torch import Gradients
 from preamp.arrays.torch_devices import widest
+from preamp.deepspeed.attributes import GUARD, RECORD
 from preamp.deepspeed.scalers import DynamicLossScaler
 from preamp.errors import MissingExtra, UsageError
-from preamp.systems.formats.deepspeed import GUARD
-from preamp.systems.formats.deepspeed import OURS as RECORD
 from preamp.torch.scaling.culprits import largest_of
 
 TESTED = "0.19.8"

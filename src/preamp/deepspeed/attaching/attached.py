@@ -29,6 +29,7 @@ from preamp.deepspeed.attaching.access import (
 )
 from preamp.deepspeed.attaching.method_patches import MethodPatches
 from preamp.deepspeed.attaching.scaler_attributes import ScalerAttributes
+from preamp.deepspeed.attributes import GUARD
 from preamp.deepspeed.overflow_log import OverflowLog, not_finite
 from preamp.errors import PolicyError, ScaleExhausted, UsageError
 from preamp.guards import Guard
@@ -49,7 +50,6 @@ from preamp.scaling import (
 )
 from preamp.systems import deepspeed_config as config
 from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
-from preamp.systems.formats.deepspeed import GUARD
 from preamp.torch.scaling.gradient_stats import Losses, UnreadLoss
 from preamp.torch.scaling.guarding import loss_of, mean_over_ranks
 

@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
-from preamp.policy import Dynamic, Moving, Policy, Static
-from preamp.systems import dialects, formats
-from preamp.systems.formats.deepspeed import BESIDE, COUNTS
-from preamp.systems.formats.deepspeed import OURS as RECORD
+from preamp.deepspeed.attributes import BESIDE, COUNTS, RECORD, settings_of, state_of
+from preamp.policy import Dynamic, Policy, Static
 
 S = TypeVar("S", bound=Any)  # the policy's state
-SETTINGS = ("dynamic", *formats.DEEPSPEED.setting_names)
 UNUSED = {"delayed_shift": 1, "cur_hysteresis": 1}  # stage 0 counts no hysteresis
 
 
@@ -29,10 +26,7 @@ class ScalerAttributes(Generic[S]):
     """
 
     def __init__(self, policy: Policy[S]) -> None:
-        self.policy = policy
-        rule: Any = policy if isinstance(policy, Moving | Static) else dialects.DEEPSPEED.policy
-        saved = formats.DEEPSPEED.save(rule.start(), rule)
-        self.settings = {name: saved[name] for name in SETTINGS if name in saved}
+        self.policy, self.settings = policy, settings_of(policy)
 
     def first(self) -> dict[str, Any]:
         """Return the attributes before the first step."""
@@ -64,7 +58,7 @@ class ScalerAttributes(Generic[S]):
 
     def _read_counts(self, saved: Mapping[str, Any]) -> S:
         if isinstance(self.policy, Dynamic) and saved.get("last_overflow_iter") is not None:
-            return self._replaced(**formats.DEEPSPEED.state({**UNUSED, **saved}, self.policy)._asdict())
+            return self._replaced(**state_of({**UNUSED, **saved}, self.policy)._asdict())
         return self._replaced(
             **({} if isinstance(self.policy, Static) else {"scale": float(saved["cur_scale"])})
         )

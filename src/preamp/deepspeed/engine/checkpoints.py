@@ -236,7 +236,7 @@ def _load_optimizer(path: Path, engine: Trainer, state: dict[str, Any], whole: b
     if not isinstance(saved, dict) or OURS not in saved:
         raise CheckpointError(
             f"the optimizer in {str(path)!r} is not one of preamp's. Write load_module_only=True for the "
-            "model's weights; `preamp convert` reads the loss scale."
+            "model's weights."
         )
     if whole and theirs != ours:
         raise CheckpointError(
