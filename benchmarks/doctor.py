@@ -1207,9 +1207,7 @@ def torch_no_scaler_and_nothing_told(seed: int) -> Trace:
 
 @case("slow to back off")
 def torch_waits_for_twelve_overflows(seed: int) -> Trace:
-    return torch_run(
-        seed, policy=Dynamic(init_scale=2.0**19, hysteresis=12, hysteresis_reset=("backoff",)), steps=300
-    )
+    return torch_run(seed, policy=Dynamic(init_scale=2.0**19, hysteresis=12), steps=300)
 
 
 @case("loss function")

@@ -41,13 +41,13 @@ POLICIES: dict[str, Any] = {
     "tolerant": Tolerant(init_scale=2.0**10, growth_interval=3, tolerance=0.34),
     "hysteresis": dialects.DEEPSPEED(init_scale=2.0**10, scale_window=3, raise_error_at_min_scale=False),
     "fixed": Static(2.0**7),
-    "gives up": Dynamic(init_scale=2.0**10, growth_interval=3, max_consecutive_overflows=3),
+    "gives up": Dynamic(init_scale=2.0**10, growth_interval=3, min_scale=2.0**8, at_floor="raise"),
     "sees the peak": Headroom(init_scale=4.0, memory=4, patience=4),
 }
-# Gives up at a scale of 8, and after some clean steps, at which the training should have ended, at 4.
+# Gives up at the third overflow, and after some clean steps, at which the training should have ended, again.
 EXHAUSTING, GIVES_UP_TWICE = (
-    "1110000111000000",
-    Dynamic(init_scale=32.0, growth_interval=3, max_consecutive_overflows=2),
+    "1110000011000000",
+    Dynamic(init_scale=32.0, growth_interval=3, min_scale=8.0, at_floor="raise"),
 )
 # 1 overflows, 2 is a spike of loss and norm, in which every number is 64 times as large.
 SPIKY = "0000000000" + "2001000022200000" + "2222000010020"
@@ -134,7 +134,7 @@ def deepspeed_scaler_peer(policy: Any) -> Peer:
         scale_window=policy.growth_interval,
         min_scale=policy.min_scale,
         delayed_shift=policy.hysteresis,
-        consecutive_hysteresis="clean" in policy.hysteresis_reset,
+        consecutive_hysteresis=policy.hysteresis_reset == "clean",
         raise_error_at_min_scale=policy.at_floor == "raise",
     )
     weights = [torch.nn.Parameter(torch.from_numpy(start.copy())) for start in STARTS]

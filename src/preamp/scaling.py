@@ -331,7 +331,7 @@ def advance(
     exhausted_scale, exhausted_overflows = state.exhausted_scale, state.exhausted_overflows
     gave_up: Any = False
     if policy.gives_up:
-        gave_up = policy.exhausted(before, after, reading, where)
+        gave_up = policy.exhausted(before, reading, where)
         after = type(before)(*[where(gave_up, old, new) for old, new in zip(before, after, strict=True)])
         # Only the first time is kept: that is where training should have ended.
         gave_up_before = exhausted_overflows > 0.0

@@ -153,7 +153,14 @@ def test_ctrl_c_leaves_traces_and_a_report_of_what_ran(tmp_path):
 
 
 def test_a_policy_that_gives_up_ends_its_run_with_a_word(here, tmp_path):
-    flags = ["--policy.max-consecutive-overflows", "3", "--policy.init-scale", str(2.0**32)]
+    flags = [
+        "--policy.init-scale",
+        str(2.0**32),
+        "--policy.min-scale",
+        str(2.0**29),
+        "--policy.at-floor",
+        "raise",
+    ]
     done = here("train", "--precision", "float16", "--epochs", "1", *flags, "--out", "o")
     assert done.returncode == 0, done.stderr
     assert "stopped: the gradients overflowed at a loss scale of" in " ".join(done.stdout.split())
@@ -184,8 +191,8 @@ def test_a_policy_that_gives_up_ends_its_run_with_a_word(here, tmp_path):
             "--policy.growth-interval: 2000.5 is not a whole number",
         ),
         (
-            ["train", "--policy.max-consecutive-overflows", "0.5"],
-            "--policy.max-consecutive-overflows: 0.5 is not a whole number",
+            ["train", "--policy.hysteresis", "0.5"],
+            "--policy.hysteresis: 0.5 is not a whole number",
         ),
         (["train", "--policy.scale", "8", "--policy.tolerance", "0.1"], "Tolerant"),
         (["train", "--rule", "roomhead"], "headroom"),

@@ -95,7 +95,7 @@ def test_looking_changes_nothing_and_reaches_the_trace():
 
 
 def test_a_policy_that_gives_up_leaves_its_last_step_in_the_trace():
-    policy = Dynamic(init_scale=2.0**32, max_consecutive_overflows=2)
+    policy = Dynamic(init_scale=2.0**32, min_scale=2.0**30, at_floor="raise")
     result = run(autoencoder(digits(), epochs=1), "float16", policy)
     assert [step.skipped for step in result.trace] == [True] * 3
     assert "gives up" in result.trace.stopped

@@ -25,7 +25,7 @@ FP16: dict[str, Any] = {
 CONFIGURED = dialects.DEEPSPEED(init_scale=2.0**4, scale_window=2, hysteresis=3)
 FOREIGN: dict[str, Policy[Any]] = {
     "backoff": Dynamic(
-        init_scale=2.0**9, growth_interval=3, hysteresis=2, hysteresis_reset=("backoff",), backoff_factor=0.25
+        init_scale=2.0**9, growth_interval=3, hysteresis=2, hysteresis_reset="growth", backoff_factor=0.25
     ),
     "tolerant": Tolerant(init_scale=2.0**9, growth_interval=3, tolerance=0.4),
     "static": Static(2.0**7),

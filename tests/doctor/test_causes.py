@@ -785,8 +785,7 @@ def test_a_constant_scale_that_fails_in_half_of_the_steps_is_too_high() -> None:
 
 
 def test_a_rule_that_waits_is_not_blamed_for_its_start() -> None:
-    policy = Dynamic(hysteresis=12, hysteresis_reset=("backoff",))
-    found = diagnose(simulate(policy, [n < 36 for n in range(600)]))
+    found = diagnose(simulate(Dynamic(hysteresis=12), [n < 14 for n in range(600)]))
     assert [finding.kind for finding in found.findings if finding.severity != "note"] == ["slow to back off"]
 
 

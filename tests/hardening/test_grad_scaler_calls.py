@@ -29,8 +29,8 @@ INF, NAN = math.inf, math.nan
 POLICIES = [
     None,
     Dynamic(init_scale=2.0**10, growth_interval=2),
-    Dynamic(init_scale=2.0, growth_interval=3, min_scale=0.25, hysteresis=2, hysteresis_reset=("growth",)),
-    Dynamic(init_scale=2.0**30, growth_interval=1, max_scale=2.0**100, max_consecutive_overflows=3),
+    Dynamic(init_scale=2.0, growth_interval=3, min_scale=0.25, hysteresis=2, hysteresis_reset="growth"),
+    Dynamic(init_scale=2.0**30, growth_interval=1, max_scale=2.0**100, min_scale=2.0**27, at_floor="raise"),
     Dynamic(init_scale=1.0, min_scale=0.5, at_floor="raise", growth_interval=2),
     Tolerant(init_scale=2.0**12, tolerance=0.3, growth_interval=2),
 ]

@@ -25,7 +25,7 @@ from .calling import Calling, drive, drive_long
 POLICIES = [
     None,
     Dynamic(init_scale=2.0**10, growth_interval=2),
-    Dynamic(init_scale=2.0, growth_interval=3, min_scale=0.25, hysteresis=2, hysteresis_reset=("growth",)),
+    Dynamic(init_scale=2.0, growth_interval=3, min_scale=0.25, hysteresis=2, hysteresis_reset="growth"),
     Dynamic(init_scale=1.0, min_scale=0.5, at_floor="raise", growth_interval=2),
 ]
 factors = st.sampled_from([1.0, 0.5, -2.0, 1e-6, 0.0, math.inf, -math.inf, math.nan])

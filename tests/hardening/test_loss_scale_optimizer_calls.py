@@ -24,7 +24,7 @@ INF, NAN = math.inf, math.nan
 POLICIES = [
     None,
     Dynamic(init_scale=2.0**10, growth_interval=2),
-    Dynamic(init_scale=2.0, growth_interval=3, min_scale=0.25, hysteresis=2, hysteresis_reset=("growth",)),
+    Dynamic(init_scale=2.0, growth_interval=3, min_scale=0.25, hysteresis=2, hysteresis_reset="growth"),
     Dynamic(init_scale=1.0, min_scale=0.5, at_floor="raise", growth_interval=2),
 ]
 KINDS: list[Any] = [

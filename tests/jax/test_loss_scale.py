@@ -13,7 +13,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from preamp import (
-    Compat,
     Dynamic,
     Headroom,
     Policy,
@@ -117,11 +116,8 @@ def test_every_dialect_moves_as_the_core_in_an_ensemble_of_compiled_walks(name: 
 
 GIVE_UP = [
     Dynamic(init_scale=4.0, min_scale=1.0, at_floor="raise"),
-    Dynamic(init_scale=4.0, min_scale=1.0, at_floor="raise", compat=Compat(raise_on_arrival=True)),
-    Dynamic(max_consecutive_overflows=3),
     Tolerant(init_scale=4.0, min_scale=1.0, at_floor="raise", tolerance=0.5),
     dialects.DEEPSPEED(init_scale=4.0, min_scale=1.0),
-    dialects.FAIRSEQ(init_scale=2.0**-12),
 ]
 
 
@@ -132,14 +128,14 @@ def test_a_policy_gives_up_with_the_words_of_the_core(policy: Policy[Any]) -> No
 
 
 def test_check_exhausted_names_the_scale_at_which_the_policy_gave_up_first() -> None:
-    scale = LossScale(Dynamic(init_scale=8.0, growth_interval=1, max_consecutive_overflows=1))
-    last, _ = walk(scale, finite("11000111"))
+    scale = LossScale(Dynamic(init_scale=8.0, growth_interval=1, min_scale=4.0, at_floor="raise"))
+    last, _ = walk(scale, finite("110001111"))
     with pytest.raises(ScaleExhausted, match=r"overflowed at a loss scale of 4 \(2 overflows counted\)"):
         last.check_exhausted()
 
 
 def test_that_a_policy_gave_up_is_not_forgotten_in_later_steps() -> None:
-    scale, _ = walk(LossScale(Dynamic(max_consecutive_overflows=1)), finite("1100"))
+    scale, _ = walk(LossScale(Dynamic(min_scale=2.0**15, at_floor="raise")), finite("1100"))
     with pytest.raises(ScaleExhausted, match=r"2 overflows counted"):
         scale.check_exhausted()
 

@@ -227,7 +227,7 @@ def test_what_each_step_came_to_is_in_the_state() -> None:
 
 
 def test_a_policy_that_gives_up_skips_on_and_says_so_when_it_is_asked() -> None:
-    policy = Dynamic(max_consecutive_overflows=1)
+    policy = Dynamic(min_scale=2.0**15, at_floor="raise")
     optimizer = loss_scaled(optax.sgd(RATE), policy)
     params = parameters()
     state, train = optimizer.init(params), jax.jit(step(loss, optimizer))
@@ -239,7 +239,7 @@ def test_a_policy_that_gives_up_skips_on_and_says_so_when_it_is_asked() -> None:
     assert caught.value.overflows == 2
 
 
-GIVES_UP = Dynamic(init_scale=8.0, growth_interval=1, max_consecutive_overflows=1)
+GIVES_UP = Dynamic(init_scale=8.0, growth_interval=1, min_scale=4.0, at_floor="raise")
 GAVE_UP_AT_4 = r"overflowed at a loss scale of 4 \(2 overflows counted\)"
 
 

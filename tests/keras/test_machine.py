@@ -117,7 +117,6 @@ def test_every_dialect_moves_as_on_floats(name: str) -> None:
     "policy",
     [
         Tolerant(init_scale=64.0, tolerance=0.25, growth_interval=3),
-        dialects.FAIRSEQ(tolerance=0.25, scale_window=3),
         dialects.DEEPSPEED(scale_window=2, raise_error_at_min_scale=False),
         dialects.TORCH(growth_interval=2),
         Static(8.0),

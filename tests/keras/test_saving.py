@@ -37,8 +37,7 @@ POLICIES: list[Policy[Any]] = [
     Static(8.0),
     dialects.TORCH,
     dialects.DEEPSPEED(hysteresis=3, scale_window=2),
-    dialects.FAIRSEQ,
-    Dynamic(hysteresis_reset=("growth", "backoff"), hysteresis=2, growth_interval=2),
+    Dynamic(hysteresis_reset="growth", hysteresis=2, growth_interval=2),
 ]
 ALL: list[Policy[Any]] = [*POLICIES, Headroom(init_scale=64.0)]
 ALL += [kind() for kind in RULES.values() if kind not in map(type, ALL)]
@@ -365,11 +364,14 @@ def test_a_registered_policy_of_ones_own_comes_back(tmp_path: Path) -> None:
     assert keras.models.load_model(tmp_path / "model.keras").optimizer.policy == Cautious(init_scale=4.0)
 
 
+GIVEN_UP = [(3, 4), (4, 4), (5, 4), (10, 3), (11, 3), (12, 3)]  # numbers of steps, overflows counted
+
+
 # What `stateless_apply` raises on PyTorch, where it runs on the host, leaves the caller's state as it was.
 @pytest.mark.parametrize("way", WAYS if BACKEND != "torch" else ["eager"])
 def test_the_first_time_that_a_policy_gave_up_is_kept_until_a_state_is_loaded(way: str) -> None:
     """It gives up at the fourth overflow in a row, and again later."""
-    policy = Dynamic(init_scale=8.0, min_scale=1.0, max_consecutive_overflows=3, growth_interval=1)
+    policy = Dynamic(init_scale=8.0, min_scale=1.0, at_floor="raise", growth_interval=1)
     optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.01), policy=policy)
     run = Run(optimizer, np.ones(2), way=way)
     raised = []
@@ -381,7 +383,7 @@ def test_the_first_time_that_a_policy_gave_up_is_kept_until_a_state_is_loaded(wa
         if number == 2:
             optimizer.check_exhausted()
     # What runs on the host raises on every step on which the policy gives up.
-    assert raised == ([] if way == "compiled" else [(number, 4) for number in (3, 4, 5, 11, 12)])
+    assert raised == ([] if way == "compiled" else GIVEN_UP)
     for _ in range(2):
         with pytest.raises(ScaleExhausted) as first:
             optimizer.check_exhausted()

@@ -42,13 +42,8 @@ SETTINGS: list[tuple[type[Policy[Any]], dict[str, Any]]] = [
         {"growth_interval": 3, "max_scale": 2.0**20, "compat": {"growth_delay": 2, "at_ceiling": "refuse"}},
     ),
     (Dynamic, {"growth_interval": 2, "growth_factor": 1.1, "backoff_factor": 0.7, **BOUNDED}),
-    (Dynamic, {"growth_interval": 4, "hysteresis": 3, "hysteresis_reset": ("growth",), "max_scale": None}),
-    (Dynamic, {"growth_interval": 4, "hysteresis": 2, "hysteresis_reset": ("clean", "backoff")}),
-    (Dynamic, {"growth_interval": 4, "hysteresis": 2, "hysteresis_reset": ()}),
-    (
-        Dynamic,
-        {"growth_interval": 2, "init_scale": 2.0**18, "max_scale": 65504.0, "compat": {"bounds": "always"}},
-    ),
+    (Dynamic, {"growth_interval": 4, "hysteresis": 3, "hysteresis_reset": "growth", "max_scale": None}),
+    (Dynamic, {"growth_interval": 4, "hysteresis": 2}),
     (Dynamic, {"growth_interval": 2, "init_scale": 1e-3, "min_scale": 1.0, "compat": {"bounds": "moves"}}),
     (Dynamic, {"growth_interval": 3, "growth_factor": 4.0, "compat": {"backoff_divisor": 8.0}, **BOUNDED}),
     (Tolerant, {"growth_interval": 5, "tolerance": 0.3}),
@@ -206,13 +201,10 @@ def test_giving_up_is_seen_inside_jit_too(make: Any) -> None:
 
     policy = make(init_scale=4.0, min_scale=1.0, at_floor="raise")
     advance = jax.jit(lambda state, finite: policy.advance(state, Reading(finite), jnp.where))
-    exhausted = jax.jit(
-        lambda state, after, finite: policy.exhausted(state, after, Reading(finite), jnp.where)
-    )
+    exhausted = jax.jit(lambda state, finite: policy.exhausted(state, Reading(finite), jnp.where))
     state = jax.tree.map(jnp.float32, policy.start())
     given_up = []
     for mark in "110101":
-        after = advance(state, mark == "0")
-        given_up.append(bool(exhausted(state, after, mark == "0")))
-        state = after
+        given_up.append(bool(exhausted(state, mark == "0")))
+        state = advance(state, mark == "0")
     assert given_up == [False, False, False, True, False, True]

@@ -44,7 +44,7 @@ from tests.strategies import (
 )
 
 CLEAN, OVERFLOW = Reading(finite=True), Reading(finite=False)
-FLOORED = {"bounds": "strict", "min_scale": 1.0, "max_scale": None, "raise_on_arrival": False}
+FLOORED = {"bounds": "strict", "min_scale": 1.0, "max_scale": None}
 EXACT = {"growth_factor": 2.0, "backoff_factor": 0.5, "backoff_divisor": None}
 UNBOUNDED = {"min_scale": None, "max_scale": None, "at_floor": "hold", "bounds": "strict"}
 
@@ -56,11 +56,10 @@ moderate = settings(deadline=None, max_examples=40)
 
 
 @no_deadline
-@given(moving(bounds="strict") | moving(bounds="always"), scripts)
+@given(moving(bounds="strict"), scripts)
 def test_the_scale_stays_between_floor_and_ceiling(policy: Any, script: str) -> None:
     low, high = policy.min_scale or 0.0, policy.max_scale or math.inf
-    states = play(policy, script)[policy.compat.bounds == "always" :]
-    assert all(low <= state.scale <= high for state in states)
+    assert all(low <= state.scale <= high for state in play(policy, script))
 
 
 @no_deadline
@@ -95,8 +94,7 @@ def test_without_bounds_the_scale_does_run_away(mark: str, end: float) -> None:
 @given(moving(bounds="strict", at_floor="hold"), st.floats(1e-30, 1e30), st.booleans())
 def test_a_scale_set_by_hand_never_moves_the_wrong_way(policy: Any, scale: float, finite: bool) -> None:
     state = policy.restore({"scale": scale, "good": 10.0})
-    patience = replace_quietly(policy, **patient(policy))
-    after = patience.advance(state, Reading(finite))
+    after = policy.advance(state, Reading(finite))
     assert after.scale >= state.scale if finite else after.scale <= state.scale
 
 
@@ -145,16 +143,11 @@ def test_the_scale_counts_runs(policy: Dynamic, script: str) -> None:
         if mark == "0":
             growths = max(0, (length - policy.compat.growth_delay) // policy.growth_interval)
             power += growths
-            held = 0 if "clean" in resets or ("growth" in resets and growths) else held
-        elif "backoff" in resets:
-            power -= (held + length) // policy.hysteresis
-            held = (held + length) % policy.hysteresis
+            held = 0 if resets == "clean" or growths else held
         else:
             absorbed = min(length, max(0, policy.hysteresis - 1 - held))
             power -= length - absorbed
             held += length
-    limit = policy.max_consecutive_overflows
-    assume(limit is None or "1" * (limit + 1) not in script)
     assert play(policy, script)[-1].scale == 2.0**power
 
 
@@ -218,11 +211,6 @@ def test_a_counter_beyond_a_lowered_interval_still_grows(policy: Any, clean: int
 # Giving up
 
 
-def patient(policy: Policy[Any]) -> dict[str, None]:
-    """Return the change that makes a policy bear any number of overflows."""
-    return {"max_consecutive_overflows": None} if isinstance(policy, Dynamic) else {}
-
-
 def first_exhausted(policy: Policy[Any], script: str) -> tuple[int, Any, ScaleExhausted] | None:
     """Return the step, the state and the exception with which the policy gives up, if it does."""
     state = policy.start()
@@ -239,7 +227,6 @@ def first_exhausted(policy: Policy[Any], script: str) -> tuple[int, Any, ScaleEx
 @example(policy=Dynamic(init_scale=1.0, min_scale=1.0, at_floor="raise"), script="1")
 @example(policy=Tolerant(init_scale=1.0, min_scale=1.0, at_floor="raise", tolerance=0.5), script="00111")
 def test_raise_gives_up_when_a_backoff_would_leave_the_floor(policy: Any, script: str) -> None:
-    policy = replace(policy, **patient(policy))
     lower = replace(policy, min_scale=2.0**-60, at_floor="hold")
     below = [step for step, state in enumerate(play(lower, script)) if state.scale < 1.0]
     exhausted = first_exhausted(policy, script)
@@ -247,32 +234,8 @@ def test_raise_gives_up_when_a_backoff_would_leave_the_floor(policy: Any, script
 
 
 @no_deadline
-@given(moving(**{**FLOORED, "raise_on_arrival": True}, init_scale=16.0, at_floor="raise"), scripts)
-def test_raise_on_arrival_gives_up_when_an_overflow_leaves_the_scale_at_the_floor(
-    policy: Any, script: str
-) -> None:
-    policy = replace_quietly(policy, **patient(policy))
-    held = play(replace_quietly(policy, at_floor="hold"), script)[1:]
-    arrived = [step for step, state in enumerate(held) if state.scale == 1.0 and script[step] == "1"]
-    exhausted = first_exhausted(policy, script)
-    assert (exhausted[0] if exhausted else None) == (arrived[0] if arrived else None)
-
-
-@no_deadline
-@given(dynamics(at_floor="hold", hysteresis_reset=("clean",)), st.integers(1, 5), st.text("01", max_size=30))
-def test_too_many_overflows_in_a_row_give_up(policy: Dynamic, limit: int, script: str) -> None:
-    exhausted = first_exhausted(replace_quietly(policy, max_consecutive_overflows=limit), script)
-    where = script.find("1" * (limit + 1))
-    assert (exhausted[0] if exhausted else -1) == (where + limit if where >= 0 else -1)
-    assert exhausted is None or (exhausted[2].overflows, exhausted[2].scale) == (
-        limit + 1,
-        exhausted[1].scale,
-    )
-
-
-@no_deadline
 @given(
-    moving(**FLOORED, init_scale=4.0, at_floor="raise") | dynamics(hysteresis_reset=("clean",)),
+    moving(**FLOORED, init_scale=4.0, at_floor="raise"),
     scripts.map(lambda script: script + "1" * 40),
 )
 def test_exhaustion_says_what_happened_and_changes_nothing(policy: Any, script: str) -> None:
@@ -284,7 +247,7 @@ def test_exhaustion_says_what_happened_and_changes_nothing(policy: Any, script: 
     assert 1 <= exhausted.overflows <= script[: step + 1].count("1")
     assert f"{state.scale:g}" in str(exhausted)
     assert f"{exhausted.overflows} overflow" in str(exhausted)
-    patient_twin = replace_quietly(policy, at_floor="hold", **patient(policy))
+    patient_twin = replace_quietly(policy, at_floor="hold")
     assert policy.step(state, CLEAN) == patient_twin.step(state, CLEAN)
     with pytest.raises(ScaleExhausted):
         policy.step(state, OVERFLOW)
@@ -293,7 +256,6 @@ def test_exhaustion_says_what_happened_and_changes_nothing(policy: Any, script: 
 @no_deadline
 @given(moving(at_floor="hold"), scripts)
 def test_hold_never_gives_up(policy: Any, script: str) -> None:
-    assume(getattr(policy, "max_consecutive_overflows", None) is None)
     assert len(play(policy, script)) == len(script) + 1
 
 
@@ -344,14 +306,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
         Dynamic(init_scale=10**400)
 
 
-def test_a_policy_that_may_give_up_for_two_reasons_names_what_helps_against_both() -> None:
-    policy = Dynamic(at_floor="raise", max_consecutive_overflows=3)
-    message = str(policy.exhaustion_from(policy.start()))
-    assert "at_floor='hold' or a lower min_scale and a higher max_consecutive_overflows" in message
-
-
 @given(
-    policy=dynamics(min_scale=None, at_floor="hold", bounds="moves", max_consecutive_overflows=None),
+    policy=dynamics(min_scale=None, at_floor="hold", bounds="moves"),
     script=scripts,
 )
 def test_overflows_left_are_those_until_the_scale_backs_off(policy: Dynamic, script: str) -> None:

@@ -6,24 +6,17 @@ file decides which settings meet which overflow scripts; how each original is dr
 Run it only to extend or renew the recording, on Python 3.11, in an environment of its own; no
 accelerator is needed:
 
-    pip install torch==2.13.0
-    pip install numpy==2.2.6 jax==0.10.2 equinox==0.13.8 optax==0.2.8 jaxtyping scipy httpx \
-        protobuf Pillow opt_einsum safetensors asttokens astunparse packaging psutil dill
-    pip install --no-deps megatron-core==0.16.1 fairseq==0.12.2 colossalai==0.5.0 \
-        nemo_toolkit==2.7.0 paddlepaddle==3.3.1 mindspore==2.10.0 \
-        mixed_precision_for_JAX==0.1.8
-    pip install setuptools wheel ninja
+    pip install torch==2.13.0 numpy==2.2.6 setuptools wheel ninja packaging psutil
+    pip install --no-deps megatron-core==0.16.1
     DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation deepspeed==0.16.5
     python tests/recorded/record.py
 
-A newer numpy breaks a log line of Paddle's scaler. MindSpore complains about this numpy and goes
-on without it. It takes a minute or two.
+It takes a minute or two.
 
 An adapter takes the original's own arguments and a script in which "1" is an overflow step. It
 gives the scale before each step and one last value after the last step, and the 0-based step at
 which the original raised, or None. If it raised at step k, the list ends with entry k + 1: the
-scale it held after raising. The scale is the one that the original stores; mpx alone multiplies
-the loss by something else, its stored scale rounded to float16.
+scale it held after raising. The scale is the one that the original stores.
 
 In the JSON, `changes` holds `[step, scale]` where the scale before `step` differs from the one
 before it, and infinity is the string "inf".
@@ -42,20 +35,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drivers import (
-    Arguments,
-    Scales,
-    colossalai,
-    deepspeed_016,
-    fairseq,
-    megatron,
-    mindspore,
-    mindspore_amp,
-    mpx,
-    nemo,
-    paddle,
-    paddle_static,
-)
+from drivers import Arguments, Scales, deepspeed_016, megatron
 
 HERE = Path(__file__).parent
 
@@ -95,28 +75,6 @@ PEERS = {
             {"growth_interval": 2, "initial_scale": 2.0**120, "min_scale": 2.0**110},
         ],
     ),
-    "FAIRSEQ": Peer(
-        "fairseq",
-        fairseq,
-        {
-            "init_scale": 2.0**15,
-            "scale_factor": 2.0,
-            "scale_window": 2000,
-            "tolerance": 0.0,
-            "threshold": None,
-            "min_loss_scale": 1e-4,
-        },
-        [
-            {"scale_window": 1, "threshold": 1.0},
-            {"scale_window": 2, "min_loss_scale": 1.0},
-            {"scale_window": 3, "tolerance": 0.25},
-            {"scale_window": 5, "tolerance": 0.5, "threshold": 0.25},
-            {"scale_window": 7, "tolerance": 0.05, "scale_factor": 1.5},
-            {"scale_window": 3, "scale_factor": 3.0, "threshold": 100.0},
-            {"scale_window": 2, "tolerance": 1.0, "init_scale": 4.0},
-            {"scale_window": 5, "init_scale": 2.0**7, "min_loss_scale": 2.0**-6},
-        ],
-    ),
     "DEEPSPEED_016": Peer(
         "deepspeed",
         deepspeed_016,
@@ -138,136 +96,6 @@ PEERS = {
             {"scale_window": 2, "init_scale": 1.0, "min_scale": 4.0},
             {"scale_window": 3, "hysteresis": 3, "scale_factor": 10.0, "raise_error_at_min_scale": False},
             {"scale_window": 5, "hysteresis": 3, "consecutive_hysteresis": True, "init_scale": 1000.1},
-        ],
-    ),
-    "COLOSSALAI": Peer(
-        "colossalai",
-        colossalai,
-        {
-            "initial_scale": 2.0**16,
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 1000,
-            "min_scale": None,
-            "max_scale": None,
-            "hysteresis": 2,
-        },
-        [
-            {"min_scale": 1.0, "max_scale": 2.0**32, "growth_interval": 1},
-            {"growth_interval": 2, "hysteresis": 1},
-            {"growth_interval": 3, "hysteresis": 3, "max_scale": 2.0**18},
-            {"growth_interval": 5, "hysteresis": 4, "min_scale": 100.0},
-            {"growth_interval": 7, "hysteresis": 1, "growth_factor": 1.5, "backoff_factor": 0.7},
-            {"growth_interval": 3, "growth_factor": 3.0, "backoff_factor": 0.3},
-            {"growth_interval": 2, "min_scale": 1000.0, "max_scale": 1e6, "initial_scale": 1e5},
-            {"growth_interval": 1, "hysteresis": 1, "initial_scale": 2.0**120},
-        ],
-    ),
-    "PADDLE": Peer(
-        "paddlepaddle",
-        paddle,
-        {
-            "init_loss_scaling": 2.0**16,
-            "incr_ratio": 2.0,
-            "decr_ratio": 0.5,
-            "incr_every_n_steps": 2000,
-            "decr_every_n_nan_or_inf": 1,
-        },
-        [
-            {"incr_every_n_steps": 1},
-            {"incr_every_n_steps": 2, "decr_every_n_nan_or_inf": 2},
-            {"incr_every_n_steps": 3, "decr_every_n_nan_or_inf": 3},
-            {"incr_every_n_steps": 5, "decr_every_n_nan_or_inf": 4},
-            {"incr_every_n_steps": 7, "incr_ratio": 1.5, "decr_ratio": 0.7},
-            {"incr_every_n_steps": 3, "incr_ratio": 3.0, "decr_ratio": 0.3},
-            {"incr_every_n_steps": 5, "decr_every_n_nan_or_inf": 2, "init_loss_scaling": 1.0},
-            {"incr_every_n_steps": 1, "init_loss_scaling": 2.0**120},
-        ],
-    ),
-    "PADDLE_STATIC": Peer(
-        "paddlepaddle",
-        paddle_static,
-        {
-            "init_loss_scaling": 2.0**15,
-            "incr_every_n_steps": 1000,
-            "decr_every_n_nan_or_inf": 2,
-            "incr_ratio": 2.0,
-            "decr_ratio": 0.8,
-        },
-        [
-            {"incr_every_n_steps": 1, "decr_every_n_nan_or_inf": 1, "decr_ratio": 0.5},
-            {"incr_every_n_steps": 2, "decr_ratio": 0.5},
-            {"incr_every_n_steps": 3, "decr_every_n_nan_or_inf": 3},
-            {"incr_every_n_steps": 5, "decr_every_n_nan_or_inf": 4, "decr_ratio": 0.5},
-            {"incr_every_n_steps": 7, "decr_every_n_nan_or_inf": 1, "incr_ratio": 1.5},
-            {"incr_every_n_steps": 3, "incr_ratio": 3.0, "decr_ratio": 0.3},
-            {"incr_every_n_steps": 5, "decr_every_n_nan_or_inf": 1, "init_loss_scaling": 0.5},
-            {"incr_every_n_steps": 1, "decr_ratio": 0.5, "init_loss_scaling": 2.0**120},
-        ],
-    ),
-    "MINDSPORE": Peer(
-        "mindspore",
-        mindspore,
-        {"init_loss_scale": 2.0**24, "scale_factor": 2, "scale_window": 2000},
-        [
-            {"scale_window": 1},
-            {"scale_window": 2, "init_loss_scale": 2.0**10},
-            {"scale_window": 3, "scale_factor": 3},
-            {"scale_window": 5, "scale_factor": 4},
-            {"scale_window": 7, "scale_factor": 1.5},
-            {"scale_window": 3, "scale_factor": 10, "init_loss_scale": 1000.0},
-            {"scale_window": 2, "init_loss_scale": 1.0},
-        ],
-    ),
-    "MINDSPORE_AMP": Peer(
-        "mindspore",
-        mindspore_amp,
-        {"scale_value": 2.0**16, "scale_factor": 2, "scale_window": 1000},
-        [
-            {"scale_window": 1},
-            {"scale_window": 2, "scale_value": 2.0**10},
-            {"scale_window": 3, "scale_factor": 3},
-            {"scale_window": 5, "scale_factor": 4},
-            {"scale_window": 7, "scale_factor": 7},
-            {"scale_window": 3, "scale_factor": 10, "scale_value": 1000.0},
-            {"scale_window": 2, "scale_value": 1.0},
-            {"scale_window": 1, "scale_factor": 5, "scale_value": 2.0**120},
-        ],
-    ),
-    "NEMO": Peer(
-        "nemo_toolkit",
-        nemo,
-        {
-            "init_scale": 2.0**16,
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 2000,
-            "hysteresis": 1,
-        },
-        [
-            {"growth_interval": 1},
-            {"growth_interval": 2, "hysteresis": 2},
-            {"growth_interval": 3, "hysteresis": 3},
-            {"growth_interval": 5, "hysteresis": 4},
-            {"growth_interval": 7, "growth_factor": 1.5, "backoff_factor": 0.7},
-            {"growth_interval": 3, "growth_factor": 3.0, "backoff_factor": 0.3, "hysteresis": 2},
-            {"growth_interval": 5, "hysteresis": 2, "init_scale": 1.0},
-            {"growth_interval": 1, "hysteresis": 2, "init_scale": 2.0**120},
-        ],
-    ),
-    "MPX": Peer(
-        "mixed_precision_for_JAX",
-        mpx,
-        {"loss_scaling": 2.0**15, "min_loss_scaling": 1.0, "factor": 2, "period": 2000},
-        [
-            {"period": 1},
-            {"period": 2, "loss_scaling": 2.0**16},
-            {"period": 3, "factor": 3},
-            {"period": 5, "factor": 4, "min_loss_scaling": 100.0},
-            {"period": 7, "factor": 1.5, "min_loss_scaling": 0.5},
-            {"period": 3, "factor": 10, "loss_scaling": 1000.0},
-            {"period": 2, "loss_scaling": 2.0, "min_loss_scaling": 16.0},
-            {"period": 5, "loss_scaling": 2.0**20, "factor": 3},
         ],
     ),
 }

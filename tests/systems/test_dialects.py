@@ -142,7 +142,7 @@ def test_no_script_that_hypothesis_finds_tells_them_apart(peer: Peer, data: Any,
 # The systems that were recorded
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "scalers.json").read_text(encoding="utf-8"))
-RECORDINGS = [recording for recording in RECORDED["recordings"] if recording["dialect"] in dialects.ALL]
+RECORDINGS = RECORDED["recordings"]
 
 
 def recall(recording: dict[str, Any]) -> tuple[Arguments, str, Scales]:
@@ -179,28 +179,21 @@ def mutants(policy: Any) -> Iterator[tuple[str, Any]]:
         "growth_interval": lambda x: x + 1,
         "growth_delay": lambda x: x + 1,
         "hysteresis": lambda x: x + 1,
-        "hysteresis_reset": lambda x: {("clean",): ("growth",), ("growth",): ("backoff",)}.get(x, ("clean",)),
-        "max_consecutive_overflows": lambda x: x - 1,
-        "tolerance": lambda x: min(1.0, x + 0.3),
+        "hysteresis_reset": lambda x: "growth" if x == "clean" else "clean",
         "min_scale": lambda x: 1.0 if x is None else x * 1.5,
         "max_scale": lambda x: 2.0**121 if x is None else x / 2.5,
         "at_floor": lambda x: "raise" if x == "hold" else "hold",
-        "raise_on_arrival": lambda x: not x,
         "at_ceiling": lambda x: "clamp" if x == "refuse" else "refuse",
-        "bounds": lambda x: "always" if x != "always" else "moves",
         "scale_dtype": lambda x: "float64" if x == "float32" else "float32",
         "factor_dtype": lambda x: "float32",
     }
     optional = ("min_scale", "max_scale")
-    low, high = policy.min_scale or 0.0, policy.max_scale or math.inf
     same = {
         "at_floor": policy.min_scale is None,
-        "raise_on_arrival": policy.at_floor == "hold",
         "at_ceiling": policy.max_scale is None,
         "backoff_factor": policy.compat.backoff_divisor is not None,
         "factor_dtype": policy.compat.factor_dtype == "float32",  # the factors are already rounded
         "hysteresis_reset": getattr(policy, "hysteresis", 1) == 1,
-        "bounds": policy.compat.bounds != "always" and low <= policy.init_scale <= high,
     }
     for name, change in changes.items():
         value = getattr(policy.compat if name in COMPAT else policy, name, None)
@@ -225,8 +218,6 @@ def recorded_of(name: str) -> list[tuple[Arguments, str, Scales]]:
 
 UNNOTICED = {
     "TF_KERAS": {"scale_dtype"},  # factors are exact and the floor is far above float32's own
-    "FAIRSEQ": {"factor_dtype"},  # recorded with factors that are exact in float32
-    "PADDLE_STATIC": {"bounds"},  # where it starts below its floor, it overflows at once
 }
 
 
@@ -246,7 +237,7 @@ def test_no_small_change_goes_unnoticed_by_the_recordings(name: str) -> None:
 
 # The dialects themselves
 
-ABSENT = {"APEX", "ONEFLOW", "TF1"}  # their originals are neither installed nor recorded
+ABSENT = {"APEX"}  # its original is neither installed nor recorded
 
 each_dialect = pytest.mark.parametrize("name", sorted(dialects.ALL))
 
@@ -262,8 +253,6 @@ def test_every_dialect_is_compared_with_its_original_if_there_is_one() -> None:
     [
         (dialects.DEEPSPEED_016(init_scale=16, scale_window=3), "0", [3, 6, 9]),
         (dialects.DEEPSPEED(init_scale=16, scale_window=3), "0", [4, 7, 10]),
-        (dialects.TF1(init_loss_scale=16), "1", [2, 4, 6, 8, 10]),
-        (dialects.ONEFLOW(init_scale=16), "1", [1, 2, 3, 4]),
         (dialects.APEX(init_scale=2.0**30, scale_window=1), "0", []),
     ],
 )

@@ -61,7 +61,7 @@ POLICIES = [
         init_scale=8.0,
         growth_interval=2,
         hysteresis=2,
-        hysteresis_reset=("growth",),
+        hysteresis_reset="growth",
         compat=Compat(growth_delay=1),
     ),
     quietly(Dynamic, init_scale=1000.0, growth_interval=1, growth_factor=1.5, backoff_factor=0.7),

@@ -289,7 +289,7 @@ def load_variables(optimizer: Any, store: Any) -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
 def test_the_first_time_that_a_policy_gave_up_is_kept(kind: str, compiled: bool) -> None:
     """Six overflows in a row: it gives up at the fourth, and at each one after it."""
-    policy = Dynamic(init_scale=8.0, min_scale=1.0, max_consecutive_overflows=3, growth_interval=1)
+    policy = Dynamic(init_scale=8.0, min_scale=1.0, at_floor="raise", growth_interval=1)
     optimizer, variable = wrapped(kind, policy=policy), tf.Variable([1.0, 2.0])
 
     def train(factor: Any) -> None:

@@ -226,8 +226,7 @@ def test_what_cannot_be_told_apart_later_is_refused():
     [
         {"on_step": Trace()},
         {"policy": Dynamic(at_floor="raise", min_scale=1.0)},
-        {"policy": Dynamic(max_consecutive_overflows=3)},
-        {"policy": dialects.FAIRSEQ},
+        {"policy": dialects.DEEPSPEED},
     ],
 )
 def test_what_needs_a_read_is_refused(wrong):

@@ -47,7 +47,7 @@ def test_a_checkpoint_of_another_policy_gives_what_both_know():
 
 def test_a_checkpoint_keeps_what_the_policy_remembers():
     """Hysteresis half used up survives: the next overflow backs off."""
-    policy = Dynamic(init_scale=16.0, hysteresis=2, hysteresis_reset=("growth",))
+    policy = Dynamic(init_scale=16.0, hysteresis=2, hysteresis_reset="growth")
     training = Training(GradScaler("cpu", policy=policy))
     training.step(INF)
     assert training.scaler.get_scale() == 16.0

@@ -90,16 +90,10 @@ def _whole(_: object, tokens: Sequence[Token]) -> int:
     raise ValueError(f"{text} is not a whole number. Write one, such as 100.")
 
 
-def _whole_or_none(kind: object, tokens: Sequence[Token]) -> int | None:
-    return None if tokens[0].value.lower() in ("none", "null") else _whole(kind, tokens)
-
-
 def _refusing_fractions(kind: Any) -> Any:
     """Return the type of a setting for cyclopts, with `_whole` to read its whole numbers."""
     if kind is int:
         return Annotated[int, Parameter(converter=_whole)]
-    if kind == int | None:
-        return Annotated[int | None, Parameter(converter=_whole_or_none)]
     if get_origin(kind) is tuple:
         return GenericAlias(tuple, tuple(map(_refusing_fractions, get_args(kind))))
     return kind

@@ -37,7 +37,7 @@ def policy_of(saved: Mapping[str, Any]) -> Any:
         growth_interval=_count(saved, "scale_window"),
         min_scale=floor,
         hysteresis=_count(saved, "delayed_shift"),
-        hysteresis_reset=("clean",) if _flag(saved, "consecutive_hysteresis") else ("growth",),
+        hysteresis_reset="clean" if _flag(saved, "consecutive_hysteresis") else "growth",
         at_floor="raise" if floor and _flag(saved, "raise_error_at_min_scale") else "hold",
         compat=compat,
     )
@@ -54,7 +54,7 @@ def settings_of(policy: Policy[Any]) -> dict[str, Any]:
         "scale_window": rule.growth_interval,
         "min_scale": rule.min_scale or 0.0,
         "delayed_shift": getattr(rule, "hysteresis", 1),
-        "consecutive_hysteresis": "clean" in getattr(rule, "hysteresis_reset", ()),
+        "consecutive_hysteresis": getattr(rule, "hysteresis_reset", None) == "clean",
         "raise_error_at_min_scale": rule.at_floor == "raise",
     }
 

@@ -136,8 +136,8 @@ class Policy(ABC, Generic[S]):
             )
         return 0.0 if reading.peak is None else reading.peak
 
-    def exhausted(self, state: S, after: S, reading: Reading, where: Where = choose) -> Scalar:
-        """Return whether the policy gives up on this step instead of moving to `after`."""
+    def exhausted(self, state: S, reading: Reading, where: Where = choose) -> Scalar:
+        """Return whether the policy gives up on this step instead of advancing."""
         return False
 
     def step(self, state: S, reading: Reading) -> S:
@@ -146,10 +146,9 @@ class Policy(ABC, Generic[S]):
         Raises:
             ScaleExhausted: if the policy gives up. `state` is still valid.
         """
-        after = self.advance(state, reading)
-        if self.exhausted(state, after, reading):
+        if self.exhausted(state, reading):
             raise self.exhaustion_from(state)
-        return after
+        return self.advance(state, reading)
 
     def exhaustion_from(self, state: S) -> ScaleExhausted:
         """Return the error for a policy that gave up.

@@ -28,7 +28,7 @@ from preamp.policy.base import Policy, Reading, Scalar, Where, changed_settings,
 
 AtFloor: TypeAlias = Literal["hold", "raise"]
 AtCeiling: TypeAlias = Literal["clamp", "refuse"]
-Bounds: TypeAlias = Literal["strict", "moves", "always"]
+Bounds: TypeAlias = Literal["strict", "moves"]
 Dtype: TypeAlias = Literal["float32", "float64"]
 S = TypeVar("S", bound=Any)
 
@@ -91,14 +91,18 @@ class Bounded(Policy[S]):
     def gives_up(self) -> bool:
         return self.at_floor == "raise"
 
-    def exhausted(self, state: S, after: S, reading: Reading, where: Where = choose) -> Scalar:
+    def exhausted(self, state: S, reading: Reading, where: Where = choose) -> Scalar:
         if self.at_floor == "hold":
             return False
-        return where(reading.finite, False, self._is_stuck(True, state.scale, after.scale))
+        return where(reading.finite, False, self._backs_off(state) & self._is_lowest(state.scale))
 
-    def _is_stuck(self, backs_off: Scalar, scale: Scalar, after: Scalar) -> Scalar:
-        """Return whether an overflow at `scale`, which leads to `after`, leaves no lower scale to try."""
-        return backs_off & (scale <= self.min_scale)
+    def _backs_off(self, state: S) -> Scalar:
+        """Return whether an overflow backs off."""
+        return True
+
+    def _is_lowest(self, scale: Scalar) -> Scalar:
+        """Return whether there is no lower scale to try."""
+        return scale <= self.min_scale
 
     def _remedy(self) -> str:
         return "at_floor='hold' or a lower min_scale"
@@ -167,12 +171,11 @@ class Compat:
     Args:
         at_ceiling: "clamp" grows up to the ceiling; "refuse" does not grow beyond it at all.
         bounds: "strict" refuses an `init_scale` outside floor and ceiling, and a scale set outside
-            them by the user stays there until a growth or backoff brings it back. In other systems it jumps:
-            with "moves" on the next backoff or growth, with "always" after every step.
+            them by the user stays there until a growth or backoff brings it back. With "moves", as in other
+            systems, it jumps inside on the next backoff or growth.
         backoff_divisor: divide by this instead of multiplying by `backoff_factor`: unless it is a power
             of two, the last bit may differ.
         growth_delay: clean steps that are not counted, after the start and after every overflow.
-        raise_on_arrival: with `at_floor="raise"`, raise as soon as an overflow leaves the scale at the floor.
         scale_dtype: the precision in which the scale is kept.
         factor_dtype: the precision of the factors. float32 scalars of a framework reproduce float64
             factors only if these are exact in float32.
@@ -186,7 +189,6 @@ class Compat:
     bounds: Bounds = "strict"
     backoff_divisor: float | None = None
     growth_delay: int = 0
-    raise_on_arrival: bool = False
     scale_dtype: Dtype = "float32"
     factor_dtype: Dtype = "float32"
 
@@ -200,10 +202,6 @@ class Compat:
         one_of("scale_dtype", self.scale_dtype, get_args(Dtype))
         one_of("factor_dtype", self.factor_dtype, get_args(Dtype))
         whole("growth_delay", self.growth_delay, least=0, instead="growth_delay=0")
-        if not isinstance(self.raise_on_arrival, bool):
-            raise PolicyError(
-                f"raise_on_arrival={shown(self.raise_on_arrival)} is not True or False. Write one of them."
-            )
         if self.backoff_divisor is not None:
             between("backoff_divisor", self.backoff_divisor, 1.0, math.inf, instead="backoff_divisor=2.0")
             assign(self, backoff_divisor=ROUND[self.factor_dtype](float(self.backoff_divisor)))
@@ -241,16 +239,12 @@ class Moving(Bounded[S]):
         """Return whether the scale grows after `good` clean steps; the scale and the clean steps after it."""
         grows = self._grows(good)
         if grows is False:  # Python numbers, on nearly every step
-            return grows, self._settled(scale, where), good
-        grown = self._settled(where(grows, self._up(scale, where), scale), where)
-        return grows, grown, where(grows, float(self.compat.growth_delay), good)
+            return grows, scale, good
+        grown, uncounted = where(grows, self._up(scale, where), scale), float(self.compat.growth_delay)
+        return grows, grown, where(grows, uncounted, good)
 
     def _grows(self, good: Scalar) -> Scalar:
         return good - self.compat.growth_delay >= self.growth_interval
-
-    def _settled(self, scale: Scalar, where: Where) -> Scalar:
-        """Return the scale at the end of a step: with `bounds="always"` it is inside them."""
-        return self._clamped(scale, where) if self.compat.bounds == "always" else scale
 
     def _backed_off(self, scale: Scalar) -> Scalar:
         divisor = self.compat.backoff_divisor
@@ -267,13 +261,9 @@ class Moving(Bounded[S]):
     def _stored(self, scale: Scalar) -> Scalar:
         return scale if self.compat.scale_dtype == "float64" else super()._stored(scale)
 
-    def _is_stuck(self, backs_off: Scalar, scale: Scalar, after: Scalar) -> Scalar:
-        if self.compat.raise_on_arrival:
-            return after <= self.min_scale
+    def _is_lowest(self, scale: Scalar) -> Scalar:
         # Below the floor, with bounds that are not strict, a backoff lifts the scale to it: one more to try.
-        return backs_off & (
-            scale <= self.min_scale if self.compat.bounds == "strict" else scale == self.min_scale
-        )
+        return scale <= self.min_scale if self.compat.bounds == "strict" else scale == self.min_scale
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "compat": asdict(self.compat)}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from preamp.checks import is_number
 from preamp.errors import PolicyError
-from preamp.policy.base import Reading, Scalar, Where, choose, setting
+from preamp.policy.base import Scalar, Where, setting
 from preamp.policy.bounded import Moving
 
 
@@ -47,18 +47,13 @@ class Tolerant(Moving[TolerantState]):
         return TolerantState(scale, good, state.bad, where(grows, 0.0, state.age + 1.0))
 
     def _after_overflow(self, state: TolerantState, where: Where) -> TolerantState:
-        bad, age = state.bad + 1.0, state.age + 1.0
-        backs_off = bad / age >= self.tolerance
-        scale = self._settled(where(backs_off, self._down(state.scale, where), state.scale), where)
-        return TolerantState(scale, 0.0, where(backs_off, 0.0, bad), where(backs_off, 0.0, age))
+        backs_off = self._backs_off(state)
+        scale = where(backs_off, self._down(state.scale, where), state.scale)
+        bad, age = where(backs_off, 0.0, state.bad + 1.0), where(backs_off, 0.0, state.age + 1.0)
+        return TolerantState(scale, 0.0, bad, age)
 
-    def exhausted(
-        self, state: TolerantState, after: TolerantState, reading: Reading, where: Where = choose
-    ) -> Scalar:
-        if self.at_floor == "hold":
-            return False
-        backs_off = (state.bad + 1.0) / (state.age + 1.0) >= self.tolerance
-        return where(reading.finite, False, self._is_stuck(backs_off, state.scale, after.scale))
+    def _backs_off(self, state: TolerantState) -> Scalar:
+        return (state.bad + 1.0) / (state.age + 1.0) >= self.tolerance
 
     def __post_init__(self) -> None:
         if not (is_number(self.tolerance) and 0.0 <= self.tolerance <= 1.0):

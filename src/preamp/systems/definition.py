@@ -48,8 +48,8 @@ class Dialect(Policy[Any], Generic[P]):
     def advance(self, state: object, reading: Reading, where: Where = choose) -> Any:
         return self.policy.advance(state, reading, where)
 
-    def exhausted(self, state: object, after: object, reading: Reading, where: Where = choose) -> Any:
-        return self.policy.exhausted(state, after, reading, where)
+    def exhausted(self, state: object, reading: Reading, where: Where = choose) -> Any:
+        return self.policy.exhausted(state, reading, where)
 
     def _remedy(self) -> str:
         return self.policy._remedy()

@@ -77,7 +77,7 @@ class ScalerAttributes(Generic[S]):
         """Return what the policy's next moves depend on."""
         if isinstance(self.policy, Static):
             return self.policy.scale
-        if isinstance(self.policy, Dynamic) and self.policy.max_consecutive_overflows is None:
+        if isinstance(self.policy, Dynamic):
             return state._replace(bad=self.policy.overflows_left(state))
         return state
 

@@ -77,6 +77,6 @@ def _nearest(policy: Dynamic) -> dict[str, Any]:
         "initial_scale_power": power,
         "loss_scale_window": policy.growth_interval,
         "hysteresis": policy.hysteresis,
-        "consecutive_hysteresis": "clean" in policy.hysteresis_reset,
+        "consecutive_hysteresis": policy.hysteresis_reset == "clean",
         "min_loss_scale": min(max(round(policy.min_scale or 1.0), 1), 2**power),
     }

@@ -316,7 +316,7 @@ class GradScaler(torch.amp.GradScaler):
         if capturable and rule.gives_up:
             raise _needs_reads(
                 f"policy={policy!r}, which can end the training,",
-                "a policy with neither at_floor='raise' nor max_consecutive_overflows",
+                "at_floor='hold'",
             )
         # Not PyTorch's __init__: the scale and its counts live in `_loss_scale`.
         self._buffers = _buffers_of(model, restore_buffers, capturable)

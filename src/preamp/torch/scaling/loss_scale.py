@@ -480,9 +480,7 @@ def set_scale(loss_scale: HostScale | DeviceScale, scale: float) -> None:
 
 def five_numbers_suffice(policy: Policy[Any]) -> bool:
     """Return whether PyTorch's checkpoint holds all that the policy's state remembers."""
-    if type(policy) is not Dynamic:  # a subclass may remember more
-        return False
-    return policy.hysteresis == 1 and policy.max_consecutive_overflows is None
+    return type(policy) is Dynamic and policy.hysteresis == 1  # a subclass may remember more
 
 
 def _stamps(before: tuple[Stamp | None, ...], *tensors: Tensor | None) -> tuple[Stamp | None, ...]:
