@@ -30,10 +30,7 @@ GUARDS: dict[str, guards.Guard[Any]] = {
     "OLMO": guards.OLMO,
     "LEVANTER": guards.LEVANTER,
     "MAXTEXT": guards.MAXTEXT,
-    "LLM_C(5.0, 5.0)": guards.LLM_C(5.0, 5.0),
-    "METASEQ(ewm_ratio_to_skip_batch=1.5)": guards.METASEQ(ewm_ratio_to_skip_batch=1.5),
     "MEGATRON_NORM(3.0)": guards.MEGATRON_NORM(3.0),
-    "AXLEARN(3.0)": guards.AXLEARN(3.0),
 }
 FIRST_SEED, SEEDS = 2000, 20
 

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from preamp import Dynamic, Reading, guards, simulate
-from preamp.guards import SpikeGuard
-from preamp.guards.systems import Scored
+from preamp.guards import Guard, SpikeGuard, Verdict
+from preamp.guards.norm_limit import NoState
+from preamp.policy import choose
 from preamp.scaling import Step
+
+
+@dataclass(frozen=True, repr=False)
+class LossLimit(Guard[NoState]):
+    """Skip a step whose loss is above a limit."""
+
+    uses: ClassVar[frozenset[str]] = frozenset(["loss"])
+
+    limit: float = 5.0
+
+    def start(self) -> NoState:
+        return NoState()
+
+    def judge(self, state: NoState, reading: Reading, where: Any = choose) -> Verdict:
+        self.require(reading)
+        if reading.loss is None:
+            return Verdict(reading.finite, self.limit)
+        return Verdict(True).also("loss", where(reading.loss > self.limit, False, True), self.limit)
+
+    def advance(self, state: NoState, reading: Reading, where: Any = choose) -> NoState:
+        return state
+
 
 INF = float("inf")
 POLICY = Dynamic(init_scale=64.0, growth_interval=7)
@@ -22,9 +46,6 @@ RULES: dict[str, guards.Guard[Any]] = {
     "olmo": guards.OLMO(rolling_interval_length=24),
     "levanter": guards.LEVANTER(rolling_interval_length=8),
     "maxtext": guards.MAXTEXT(interval=9),
-    "llm_c": Scored(window=12, loss=3.0, grad_norm=3.0),
-    "metaseq": guards.METASEQ(max_loss_to_skip_batch=30.0, ewm_ratio_to_skip_batch=3.0),
-    "axlearn": guards.AXLEARN(drop_norm=6.0),
 }
 
 

@@ -30,6 +30,7 @@ from tests.deepspeed.guards_script import (
     decisions,
     script,
 )
+from tests.guarding import LossLimit
 
 BF16 = {"fp16": {"enabled": False}, "bf16": {"enabled": True}}
 
@@ -121,7 +122,7 @@ def without_a_norm() -> list[int]:
     """A guard that uses the loss only, where DeepSpeed computes no norm."""
     trace = Trace()
     engine = engine_of("1", zero_optimization={"stage": 1, "compute_grad_norm": False})
-    attach(engine, on_step=trace, guard=guards.METASEQ(max_loss_to_skip_batch=5.0))
+    attach(engine, on_step=trace, guard=LossLimit(5.0))
     for loss in (2.0, 20.0, 2.0, 20.0):
         before = contents(engine)
         update(engine, loss, 1.0)

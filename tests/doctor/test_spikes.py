@@ -105,11 +105,6 @@ LOSSES = [
     [
         (guards.NormLimit(50.0), norms(60.0), "NormLimit(threshold=120.0)"),
         (guards.MEGATRON_NORM(50.0), norms(60.0), "grad_norm_skip_threshold=120.0"),
-        (guards.AXLEARN(50.0), norms(60.0), "drop_norm=120.0"),
-        (guards.METASEQ(max_loss_to_skip_batch=5.0), LOSSES, "max_loss_to_skip_batch=11.0"),
-        (guards.METASEQ(ewm_ratio_to_skip_batch=1.5), LOSSES, "ewm_ratio_to_skip_batch=2.0"),
-        (guards.LLM_C(skip_update_lossz=1.5), LOSSES, "skip_update_lossz=2.0"),
-        (guards.LLM_C(skip_update_gradz=1.5), norms(60.0), "skip_update_gradz=2.0"),
         (guards.OLMO(sigma_factor=2.25), LOSSES, "sigma_factor=3.0"),
         (guards.LEVANTER(sigma_factor=1.5), LOSSES, "sigma_factor=2.0"),
         (guards.MAXTEXT(scaling_factor=1.5), LOSSES, "scaling_factor=2.0"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from preamp import Reading, guards
 from preamp.checks import to_float32
 from preamp.guards.base import dump_state, leaves_of, map_state
-from preamp.guards.windows import Window, drop_newest, empty, mean_and_std, push
+from preamp.guards.windows import Window, empty, mean_and_std, push
 from preamp.policy.base import choose
 
 GUARDS = {
@@ -25,9 +25,6 @@ GUARDS = {
     "levanter": guards.LEVANTER(rolling_interval_length=16),
     "maxtext": guards.MAXTEXT(interval=7, scaling_factor=4.0),
     "megatron": guards.MEGATRON_NORM(3.0),
-    "axlearn": guards.AXLEARN(3.0),
-    "llm-c": guards.LLM_C(3.0, 3.0),
-    "metaseq": guards.METASEQ(max_loss_to_skip_batch=30.0, ewm_ratio_to_skip_batch=1.7),
 }
 each_guard = pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
 
@@ -106,7 +103,7 @@ def by_hand(
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow) encountered:RuntimeWarning")
-@pytest.mark.parametrize("name", ["olmo", "levanter", "maxtext", "llm-c", "spike"])
+@pytest.mark.parametrize("name", ["olmo", "levanter", "maxtext", "spike"])
 @pytest.mark.parametrize("value", [1e18, 1e20, 1e25, 1e36])
 def test_values_whose_squares_exceed_float32_are_judged_as_in_float64(name: str, value: float) -> None:
     guard, rng = GUARDS[name], np.random.default_rng(0)
@@ -229,17 +226,14 @@ EXACT = st.integers(-64, 64).map(lambda n: n / 8.0)  # sums of these are exact i
 
 
 @settings(deadline=None, max_examples=60)
-@given(size=st.integers(2, 9), values=st.lists(EXACT, max_size=24), drops=st.data())
+@given(size=st.integers(2, 9), values=st.lists(EXACT, max_size=24))
 @pytest.mark.parametrize("unbiased", [False, True])
-def test_a_window_is_the_last_values(unbiased: bool, size: int, values: list[float], drops: Any) -> None:
+def test_a_window_is_the_last_values(unbiased: bool, size: int, values: list[float]) -> None:
     vector = Window(*[np.asarray(part) for part in empty(size)])
     tuples, plain = empty(size), list[float]()
     for value in values:
-        dropped = drops.draw(st.booleans())
-        tuples = drop_newest(tuples, push(tuples, value, choose), dropped, choose)
-        vector = drop_newest(vector, push(vector, value, np.where), dropped, np.where)
-        if not dropped:
-            plain = [*plain, value][-size:]
+        tuples, vector = push(tuples, value, choose), push(vector, value, np.where)
+        plain = [*plain, value][-size:]
     assert tuples.known == vector.known == len(plain)
     assert host(vector)[0].tolist() == list(tuples.values)
     assert list(tuples.values) == [0.0] * (size - len(plain)) + plain

@@ -340,10 +340,6 @@ def test_a_state_that_cannot_be_is_refused(name: str, value: float) -> None:
     ("guard", "said"),
     [
         (guards.MEGATRON_NORM, r"Write guards.MEGATRON_NORM\(10.0\)"),
-        (guards.AXLEARN, r"Write guards.AXLEARN\(10.0\)"),
-        (guards.LLM_C, r"no limit below 7.875, which no score exceeds"),
-        (guards.LLM_C(8.0, 8.0), r"no limit below 7.875"),
-        (guards.METASEQ, "ewm_ratio_to_skip_batch=1.5"),
     ],
     ids=repr,
 )
@@ -354,8 +350,8 @@ def test_adapters_refuse_what_can_skip_no_step(guard: Any, said: str) -> None:
 
 
 def test_what_can_skip_a_step_is_not_refused() -> None:
-    for guard in (guards.MEGATRON_NORM(2.0), guards.AXLEARN(2.0), guards.LLM_C(5.0), guards.METASEQ(9.0)):
-        assert given_guard(guard) is guard
+    guard = guards.MEGATRON_NORM(2.0)
+    assert given_guard(guard) is guard
     assert given_guard(None) is None
 
 
@@ -408,7 +404,5 @@ def test_a_class_whose_methods_return_something_else_is_refused(guard: Any, said
 
 def test_a_dialect_shows_the_arguments_of_its_system_and_its_rule_is_code() -> None:
     assert list(inspect.signature(guards.OLMO).parameters) == ["rolling_interval_length", "sigma_factor"]
-    for guard in (guards.OLMO(sigma_factor=4), guards.LLM_C(5.0), guards.METASEQ(9.0), guards.AXLEARN(3.0)):
+    for guard in (guards.OLMO(sigma_factor=4), guards.MEGATRON_NORM(3.0)):
         assert eval(repr(guard), {"guards": guards}) == guard
-    with pytest.raises(PolicyError, match=r"ewm_ratio_to_skip_batch=0\.5 is not above 1"):
-        guards.METASEQ(ewm_ratio_to_skip_batch=0.5)

@@ -69,58 +69,15 @@ class MaxText(Olmo):
         return bool(value - np.mean(past) <= self.factor * std)
 
 
-class LlmC:
-    """z of the value in a window of 64 that holds it; an outlier leaves it, but not the third in a row."""
-
-    def __init__(self, loss: float, norm: float) -> None:
-        self.limits = {"loss": loss, "norm": norm}
-        self.window: dict[str, list[float]] = {"loss": [], "norm": []}
-        self.run = {"loss": 0, "norm": 0}
-
-    def takes(self, loss: float, norm: float | None) -> bool:
-        taken = True
-        for name, value in (("loss", loss), ("norm", norm)):
-            if value is None or self.limits[name] == 0.0:
-                continue
-            before = self.window[name]
-            if len(before) < 64:
-                self.window[name] = [*before, value]
-                continue
-            held = [*before[1:], value]
-            std = np.std(held, ddof=1)
-            if std > 0.0 and (value - np.mean(held)) / std > self.limits[name]:
-                taken = False
-                self.run[name] += 1
-                self.window[name] = held if self.run[name] >= 3 else before
-            else:
-                self.run[name] = 0
-                self.window[name] = held
-        return taken
-
-
-class Metaseq:
-    """Skip when the loss is above a limit, or the loss by its running mean is above another."""
-
-    def __init__(self, limit: float, ratio: float, span: float) -> None:
-        self.limit, self.ratio, self.weight = limit, ratio, 2.0 / (span + 1.0)
-        self.mean: float | None = None
-
-    def takes(self, loss: float, norm: float | None) -> bool:
-        if loss > self.limit or (self.mean is not None and loss / self.mean > self.ratio):
-            return False
-        self.mean = loss if self.mean is None else self.weight * loss + (1.0 - self.weight) * self.mean
-        return True
-
-
 class Threshold:
-    """Skip when the norm is above a threshold, or also when it equals it."""
+    """Skip when the norm is above a threshold."""
 
-    def __init__(self, most: float, *, skips_equal: bool) -> None:
-        self.most, self.skips_equal = most, skips_equal
+    def __init__(self, most: float) -> None:
+        self.most = most
 
     def takes(self, loss: float, norm: float | None) -> bool:
         assert norm is not None
-        return not (norm >= self.most if self.skips_equal else norm > self.most)
+        return not norm > self.most
 
 
 CASES: dict[str, tuple[Any, Callable[[], Oracle]]] = {
@@ -133,17 +90,8 @@ CASES: dict[str, tuple[Any, Callable[[], Oracle]]] = {
     "maxtext": (guards.MAXTEXT, lambda: MaxText(128, 6.0)),
     "maxtext-16": (guards.MAXTEXT(interval=16, scaling_factor=3.0), lambda: MaxText(16, 3.0)),
     "maxtext-100": (guards.MAXTEXT(100, 4.0), lambda: MaxText(100, 4.0)),
-    "llm-c": (guards.LLM_C(5.0, 5.0), lambda: LlmC(5.0, 5.0)),
-    "llm-c-loss": (guards.LLM_C(skip_update_lossz=3.0), lambda: LlmC(3.0, 0.0)),
-    "llm-c-norm": (guards.LLM_C(skip_update_gradz=7.0), lambda: LlmC(0.0, 7.0)),
-    "llm-c-without": (guards.LLM_C, lambda: LlmC(0.0, 0.0)),
-    "metaseq-limit": (guards.METASEQ(max_loss_to_skip_batch=6.0), lambda: Metaseq(6.0, math.inf, 9.0)),
-    "metaseq-ratio": (guards.METASEQ(ewm_ratio_to_skip_batch=1.5), lambda: Metaseq(math.inf, 1.5, 9.0)),
-    "metaseq-both": (guards.METASEQ(20.0, 1.2, span=40), lambda: Metaseq(20.0, 1.2, 40.0)),
-    "megatron": (guards.MEGATRON_NORM(2.0), lambda: Threshold(2.0, skips_equal=False)),
-    "megatron-without": (guards.MEGATRON_NORM, lambda: Threshold(math.inf, skips_equal=False)),
-    "axlearn": (guards.AXLEARN(2.0), lambda: Threshold(2.0, skips_equal=True)),
-    "axlearn-without": (guards.AXLEARN, lambda: Threshold(math.inf, skips_equal=True)),
+    "megatron": (guards.MEGATRON_NORM(2.0), lambda: Threshold(2.0)),
+    "megatron-without": (guards.MEGATRON_NORM, lambda: Threshold(math.inf)),
 }
 ROLLING = {"OLMO": guards.OLMO, "LEVANTER": guards.LEVANTER, "MAXTEXT": guards.MAXTEXT}
 
@@ -203,9 +151,7 @@ def test_every_decision_is_that_of_the_system(case: str, with_norm: bool, steps:
     expected = [oracle.takes(loss, norm if with_norm else None) for loss, norm in values]
     found = decisions(guard, values, with_norm=with_norm)
     assert [step for step in range(steps) if found[step] != expected[step]] == []
-    # A norm of inf equals axlearn's default threshold.
-    decides = case == "axlearn-without" or ("without" not in case and (with_norm or case != "llm-c-norm"))
-    assert (0 < sum(expected) < steps) if decides else all(expected)
+    assert (0 < sum(expected) < steps) if "without" not in case else all(expected)
 
 
 def settled(steps: int = 300) -> list[float]:
@@ -262,33 +208,13 @@ def test_olmo_alone_skips_a_loss_that_is_unusually_low() -> None:
     assert lows == {"OLMO": False, "LEVANTER": True, "MAXTEXT": True}
 
 
-def test_a_higher_limit_than_its_score_can_reach_never_skips() -> None:
-    values = [(loss, 1.0) for loss in [*settled(), 1e6, *settled()]]
-    assert decisions(guards.LLM_C(7.87), values, with_norm=False).count(False) == 1
-    assert all(decisions(guards.LLM_C(7.88), values, with_norm=False))
-
-
-def test_a_nan_blinds_llm_c_and_metaseq() -> None:
-    values = [(loss, 1.0) for loss in [*settled(), math.nan, *[2.0] * 30, 20.0]]
-    for guard in (guards.LLM_C(5.0), guards.METASEQ(ewm_ratio_to_skip_batch=2.0)):
-        assert all(decisions(guard, values, with_norm=False))
-        assert decisions(guard, [*values[:300], (20.0, 1.0)], with_norm=False)[-1] is False
-
-
-def test_axlearn_skips_a_norm_that_equals_the_threshold() -> None:
-    at = Reading(True, grad_norm=2.0)
-    skips = [not guard.takes(guard.start(), at) for guard in (guards.AXLEARN(2.0), guards.MEGATRON_NORM(2.0))]
-    assert skips == [True, False]
-
-
 def test_a_nan_norm_is_not_above_a_threshold_of_others_but_above_ours() -> None:
     nan = Reading(True, grad_norm=math.nan)
     found = {
         repr(guard): guard.takes(guard.start(), nan)
-        for guard in (guards.AXLEARN, guards.MEGATRON_NORM, guards.NormLimit(2.0))
+        for guard in (guards.MEGATRON_NORM, guards.NormLimit(2.0))
     }
     assert found == {
-        "guards.AXLEARN": True,
         "guards.MEGATRON_NORM": True,
         "guards.NormLimit(threshold=2.0)": False,
     }
@@ -316,11 +242,7 @@ def test_a_dialect_is_named_described_and_pickled_by_name(guard: guards.GuardDia
         (lambda: guards.OLMO(sigma_factor=-1), "sigma_factor=-1"),
         (lambda: guards.MAXTEXT(scaling_factor=math.inf), "scaling_factor=inf"),
         (lambda: guards.MEGATRON_NORM(0.0), "grad_norm_skip_threshold=0.0 is not a number above 0"),
-        (lambda: guards.AXLEARN(math.nan), "drop_norm=nan"),
-        (lambda: guards.METASEQ(max_loss_to_skip_batch=-1.0), "max_loss_to_skip_batch=-1.0"),
-        (lambda: guards.METASEQ(span=0), "span=0"),
-        (lambda: guards.LLM_C(-1.0), "skip_update_lossz=-1.0"),
-        (lambda: guards.LLM_C(skip_update_gradz=math.nan), "skip_update_gradz=nan"),
+        (lambda: guards.MEGATRON_NORM(math.nan), "grad_norm_skip_threshold=nan"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make: Callable[[], object], said: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from preamp import PolicyError, Static, guards
 from preamp.guards import SpikeGuard
 from preamp.keras import LossScaleOptimizer, TraceCallback
-from tests.guarding import POLICY, QUICK, RULES, batches, check_simulated, script
+from tests.guarding import POLICY, QUICK, RULES, LossLimit, batches, check_simulated, script
 from tests.keras.driving import BACKEND, INF, WAYS, Run, array, same, tensor
 
 
@@ -154,7 +154,7 @@ def test_fit_warns_of_a_guard_that_skips_on_and_on(eager: bool) -> None:
 
 @pytest.mark.skipif(BACKEND == "torch", reason="has no steps_per_execution")
 def test_steps_that_were_taken_between_the_recorded_ones_count() -> None:
-    model = model_of(guards.METASEQ(max_loss_to_skip_batch=100.0), steps_per_execution=2)
+    model = model_of(LossLimit(100.0), steps_per_execution=2)
     pairs = [pair for spike in [False, True] * 105 for pair in batches(0 if spike else 9, 1)]
     x, y = map(np.concatenate, zip(*pairs, strict=True))
     callback = TraceCallback()
@@ -254,8 +254,7 @@ def test_configurations() -> None:
         Mine(3.0),
         QUICK,
         guards.OLMO,
-        guards.AXLEARN(4.0),
-        guards.METASEQ(ewm_ratio_to_skip_batch=2.0),
+        guards.MEGATRON_NORM(4.0),
         SpikeGuard(watch="loss"),
     ):
         config = LossScaleOptimizer(keras.optimizers.SGD(0.1), guard=guard).get_config()

@@ -40,7 +40,7 @@ def values(optimizer: Any, variable: tf.Variable) -> list[np.ndarray]:
     return [np.array(v) for v in [variable, *variables] if np.array(v).dtype.kind == "f"]
 
 
-SIMULATED = [name for name in RULES if name not in ("maxtext", "axlearn")]  # as in Keras
+SIMULATED = [name for name in RULES if name != "maxtext"]  # as in Keras
 QUICK_KINDS = [
     (rule, compiles, list(KINDS)[(number + compiles) % len(KINDS)])
     for number, rule in enumerate(SIMULATED)

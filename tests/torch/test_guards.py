@@ -29,10 +29,7 @@ RULES: dict[str, Callable[[], guards.Guard[Any]]] = {
     "olmo": lambda: guards.OLMO(rolling_interval_length=32),
     "levanter": lambda: guards.LEVANTER(rolling_interval_length=16),
     "maxtext": lambda: guards.MAXTEXT(16, 4.0),
-    "llm_c": lambda: guards.LLM_C(4.0, 4.0),
-    "metaseq": lambda: guards.METASEQ(ewm_ratio_to_skip_batch=3.0),
     "megatron": lambda: guards.MEGATRON_NORM(5.0),
-    "axlearn": lambda: guards.AXLEARN(5.0),
 }
 
 
@@ -167,7 +164,7 @@ QUICK = [
 @combinations(QUICK, rule=RULES, way=WAYS)
 def test_decisions_are_those_of_a_simulation(rule: str, way: str) -> None:
     options, step = WAYS[way]
-    steps = script(seed=len(rule) + 7 * len(way), nan_losses=rule not in ("metaseq", "llm_c"))
+    steps = script(seed=len(rule) + 7 * len(way), nan_losses=True)
     run = Run(RULES[rule](), **options)
     for loss, norm in steps:
         step(run, loss, norm)

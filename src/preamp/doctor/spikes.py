@@ -15,7 +15,7 @@ from preamp.doctor.skipped_steps import NEARLY_ALL
 from preamp.errors import PolicyError
 from preamp.guards import Guard, NormLimit, SpikeGuard
 from preamp.guards.registry import DIALECTS, RULES
-from preamp.guards.systems import GuardDialect, LossRatio, NormThreshold, Rolling, Scored
+from preamp.guards.systems import GuardDialect, NormThreshold, Rolling
 from preamp.record.formatting import of_steps
 from preamp.scaling import Spike
 
@@ -130,7 +130,7 @@ def _raise(record: Record, skipped: Sequence[Spike], steps: int) -> str:
     own = [spike for spike in skipped if spike.of == of]
     higher = _higher_limit(own, steps)
     if guard is not None:
-        argument = _with_higher_limit(guard, of, own[0].limit, higher)
+        argument = _with_higher_limit(guard, higher)
         return f"raise the limit of the guard{argument and f': {argument}'}"
     is_fixed = higher is not None and _is_fixed(record, of)
     if record.guard is not None:  # one that a user wrote
@@ -160,7 +160,7 @@ def _higher_limit(spikes: Sequence[Spike], steps: int) -> float | None:
     return float(f"{(math.floor(value / unit) + 1) * unit:.2g}")
 
 
-def _with_higher_limit(guard: Guard[Any], of: str, limit: float, higher: float | None) -> str:
+def _with_higher_limit(guard: Guard[Any], higher: float | None) -> str:
     """Return what to write for a guard, or an argument of a dialect, to raise its limit; "" if unknown."""
     if isinstance(guard, GuardDialect):
         guard = guard.guard
@@ -169,18 +169,11 @@ def _with_higher_limit(guard: Guard[Any], of: str, limit: float, higher: float |
     if isinstance(guard, Rolling):
         name = "sigma_factor" if guard.two_sided or not guard.unbiased else "scaling_factor"
         return f"{name}={_wider(guard.factor)}"
-    if isinstance(guard, Scored):
-        name, score = ("lossz", guard.loss) if of == "loss" else ("gradz", guard.grad_norm)
-        return f"skip_update_{name}={_wider(score)}"
-    if isinstance(guard, LossRatio) and limit != guard.limit:
-        return f"ewm_ratio_to_skip_batch={_wider(guard.ratio)}"
     if higher is None:
         return ""
     if isinstance(guard, NormLimit):
         return f"NormLimit(threshold={higher})"
-    if isinstance(guard, NormThreshold):
-        return f"{'grad_norm_skip_threshold' if guard.itself else 'drop_norm'}={higher}"
-    return f"max_loss_to_skip_batch={higher}" if isinstance(guard, LossRatio) else ""
+    return f"grad_norm_skip_threshold={higher}" if isinstance(guard, NormThreshold) else ""
 
 
 def _wider(limit: float) -> float:

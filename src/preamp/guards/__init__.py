@@ -3,7 +3,7 @@
 A guard receives the loss and the norm of the gradients before the update, and skips the step if one of them
 is far above its recent values. Like a policy it is Python operators plus an injected ``where``, so one rule
 runs on Python floats, NumPy, torch, JAX and TensorFlow. `SpikeGuard` is the one to use; `OLMO`, `LEVANTER`,
-`MAXTEXT`, `MEGATRON_NORM`, `AXLEARN`, `LLM_C` and `METASEQ` decide as those systems do, pitfalls included.
+`MAXTEXT` and `MEGATRON_NORM` decide as those systems do, pitfalls included.
 """
 
 from preamp.guards.base import Guard, Verdict
@@ -11,36 +11,26 @@ from preamp.guards.norm_limit import NormLimit
 from preamp.guards.spike_guard import SpikeGuard, SpikeState, Track
 from preamp.guards.systems import (
     ALL,
-    AXLEARN,
     LEVANTER,
-    LLM_C,
     MAXTEXT,
     MEGATRON_NORM,
-    METASEQ,
     OLMO,
     GuardDialect,
-    LossRatio,
     NormThreshold,
     Rolling,
-    Scored,
 )
 
 __all__ = [
     "ALL",
-    "AXLEARN",
     "LEVANTER",
-    "LLM_C",
     "MAXTEXT",
     "MEGATRON_NORM",
-    "METASEQ",
     "OLMO",
     "Guard",
     "GuardDialect",
-    "LossRatio",
     "NormLimit",
     "NormThreshold",
     "Rolling",
-    "Scored",
     "SpikeGuard",
     "SpikeState",
     "Track",

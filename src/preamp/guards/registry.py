@@ -8,11 +8,11 @@ from typing import Any
 from preamp.guards.base import Guard
 from preamp.guards.norm_limit import NormLimit
 from preamp.guards.spike_guard import SpikeGuard
-from preamp.guards.systems import ALL, GuardDialect, LossRatio, NormThreshold, Rolling, Scored
+from preamp.guards.systems import ALL, GuardDialect, NormThreshold, Rolling
 from preamp.policy.registry import made_of, name_to_save, saved_parts
 
 RULES: dict[str, type[Guard[Any]]] = {
-    rule.__name__: rule for rule in (LossRatio, NormLimit, NormThreshold, Rolling, Scored, SpikeGuard)
+    rule.__name__: rule for rule in (NormLimit, NormThreshold, Rolling, SpikeGuard)
 }
 DIALECTS = {dialect.name: dialect for dialect in ALL}
 

@@ -48,11 +48,6 @@ def push(window: Window, value: Scalar, where: Where) -> Window:
     return Window(where(ages == 0.0, value, values), ages, count)
 
 
-def drop_newest(window: Window, after: Window, dropped: Scalar, where: Where) -> Window:
-    """Return `after`, which has one value more than `window`; where that is `dropped`, `window`."""
-    return Window(*[_chosen(dropped, old, new, where) for old, new in zip(window, after, strict=True)])
-
-
 def mean_and_std(window: Window, where: Where, *, unbiased: bool) -> tuple[Scalar, Scalar]:
     """Return mean and standard deviation; NaN without enough values, or with NaN or inf among them."""
     values, ages, count = window
@@ -103,9 +98,3 @@ def _largest(vector: Scalar, where: Where) -> Scalar:
         first, second = vector[:half], vector[half : 2 * half]
         vector, size = where(first > second, first, second), half
     return where(vector[0] > rest, vector[0], rest)
-
-
-def _chosen(condition: Scalar, yes: Scalar, no: Scalar, where: Where) -> Scalar:
-    if isinstance(yes, tuple):
-        return yes if condition else no
-    return where(condition, yes, no)
