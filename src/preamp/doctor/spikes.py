@@ -13,8 +13,7 @@ from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, OFTEN, Finding
 from preamp.doctor.skipped_steps import NEARLY_ALL
 from preamp.errors import PolicyError
-from preamp.guards import Guard, NormLimit, SpikeGuard
-from preamp.guards.registry import DIALECTS, RULES
+from preamp.guards import RULES, Guard, NormLimit, SpikeGuard
 from preamp.guards.systems import GuardDialect, NormThreshold, Rolling
 from preamp.record.formatting import of_steps
 from preamp.scaling import Spike
@@ -185,7 +184,8 @@ def _recorded_guard(record: Record) -> Guard[Any] | None:
     try:
         node = ast.parse(str(record.guard).removeprefix("guards."), mode="eval").body
         if isinstance(node, ast.Name):
-            return DIALECTS.get(node.id)
+            dialect = RULES.get(node.id)
+            return dialect if isinstance(dialect, GuardDialect) else None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RULES:
             settings = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
             return RULES[node.func.id](*map(ast.literal_eval, node.args), **settings)

@@ -6,6 +6,8 @@ runs on Python floats, NumPy, torch, JAX and TensorFlow. `SpikeGuard` is the one
 `MAXTEXT` and `MEGATRON_NORM` decide as those systems do, pitfalls included.
 """
 
+from typing import Any
+
 from preamp.guards.base import Guard, Verdict
 from preamp.guards.norm_limit import NormLimit
 from preamp.guards.spike_guard import SpikeGuard, SpikeState, Track
@@ -36,3 +38,9 @@ __all__ = [
     "Track",
     "Verdict",
 ]
+
+# By the names that a saved model and a trace have for them.
+RULES: dict[str, type[Guard[Any]] | GuardDialect[...]] = {
+    **{rule.__name__: rule for rule in (SpikeGuard, NormLimit, NormThreshold, Rolling)},
+    **{dialect.name: dialect for dialect in ALL},
+}

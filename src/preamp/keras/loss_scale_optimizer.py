@@ -24,8 +24,7 @@ from preamp.checks import (
     shown,
 )
 from preamp.errors import PolicyError, ScaleExhausted, UsageError
-from preamp.guards import Guard
-from preamp.guards import registry as guard_registry
+from preamp.guards import RULES, Guard
 from preamp.keras.arguments import check_config, check_rule, rule
 from preamp.keras.inner import (
     BaseLossScaleOptimizer,
@@ -516,6 +515,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration, in plain JSON."""
+        find, name_of = keras.saving.get_registered_object, keras.saving.get_registered_name
         described: dict[str, Any]
         if isinstance(self.policy, Static):
             described = {"loss_scale_factor": self.policy.scale}
@@ -527,10 +527,9 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                 "dynamic_growth_steps": self.dynamic_growth_steps,
             }
         else:
-            find, name_of = keras.saving.get_registered_object, keras.saving.get_registered_name
             described = {"policy": to_json(self.policy, name_of, find)}
         if self.guard is not None:
-            described["guard"] = _guard_to_json(self.guard)
+            described["guard"] = to_json(self.guard, name_of, find, RULES)
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         return {"name": self.name, "inner_optimizer": inner, **described}
 
@@ -544,12 +543,11 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         check_config(config, cls)
         settings = dict(config)
         inner = keras.saving.deserialize_keras_object(settings.pop("inner_optimizer"), custom_objects)
+        find = partial(keras.saving.get_registered_object, custom_objects=custom_objects)
         if settings.get("policy") is not None:
-            find = partial(keras.saving.get_registered_object, custom_objects=custom_objects)
             settings["policy"] = from_json(settings["policy"], find)
         if settings.get("guard") is not None:
-            find = partial(keras.saving.get_registered_object, custom_objects=custom_objects)
-            settings["guard"] = guard_registry.from_json(settings["guard"], find)
+            settings["guard"] = from_json(settings["guard"], find, RULES, Guard)
         return cls(inner, **settings)
 
     def __getattr__(self, name: str) -> Any:
@@ -678,10 +676,6 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
             loss, self._scaled_loss = self._scaled_loss, None
             # The sum is a copy of the variable.
             self._loss_of_step = None if loss is None else (loss, self._scaler.state.steps.value + 0)
-
-
-def _guard_to_json(guard: Guard[Any]) -> dict[str, Any]:
-    return guard_registry.to_json(guard, keras.saving.get_registered_name, keras.saving.get_registered_object)
 
 
 def _loss_of_guard(state: ScalerState[Any, float]) -> float | None:

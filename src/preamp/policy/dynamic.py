@@ -22,6 +22,7 @@ class Dynamic(Moving[State]):
     With the defaults the scale never reaches 0, inf or NaN and every scale is a power of two, so
     that scaling and unscaling are exact. The floor is float16's smallest normal number.
 
+    >>> from preamp import Reading
     >>> policy = Dynamic(init_scale=8, growth_interval=2)
     >>> state = policy.start()
     >>> for finite in (True, True, False, True, True):

@@ -1,7 +1,4 @@
-"""The list of our policies, and their conversion to and from JSON, for a saved model.
-
-Guards are saved in the same form, by the functions that are shared here.
-"""
+"""The list of our policies, and the conversion of policies and guards to and from JSON, for a saved model."""
 
 from __future__ import annotations
 
@@ -24,98 +21,71 @@ REGISTER = '@keras.saving.register_keras_serializable(package="mine")'
 
 
 def to_json(
-    policy: Policy[Any], name_of: Callable[[type], str], find: Callable[[str], object]
+    rule: Any,
+    name_of: Callable[[type], str],
+    find: Callable[[str], object],
+    ours: Mapping[str, object] = RULES,
 ) -> dict[str, Any]:
-    """Return a policy's class and settings.
+    """Return the class and the settings of a policy or a guard; of a guard in `ours`, its name.
 
     Args:
-        policy: a policy whose fields JSON can hold.
+        rule: a policy or a guard whose fields JSON can hold.
         name_of: the framework's name for a class that is registered with it.
         find: the class of such a name, or None.
+        ours: this library's own by their names: `preamp.guards.RULES` for a guard.
 
     Raises:
         PolicyError: for a class that could not be found again.
     """
-    return {"class": name_to_save("policy", policy, RULES, name_of, find), "settings": policy.get_config()}
-
-
-def from_json(saved: Mapping[str, Any], find: Callable[[str], object]) -> Policy[Any]:
-    """Return the policy that was saved.
-
-    Raises:
-        PolicyError: for an unknown class, and for anything that `to_json` did not write.
-    """
-    name, settings = saved_parts("policy", saved, "Dynamic")
-    with warnings.catch_warnings(action="ignore", category=InexactScale):  # warned of when it was made
-        policy: Policy[Any] = made_of("policy", RULES.get(name) or find(name), Policy, name, settings)
-    return policy
-
-
-def name_to_save(
-    what: str,
-    rule: object,
-    ours: Mapping[str, type],
-    name_of: Callable[[type], str],
-    find: Callable[[str], object],
-) -> str:
-    """Return the name under which the class of a rule can be found again.
-
-    Args:
-        what: "policy" or "guard", for the message.
-        rule: of the class.
-        ours: the classes of this library by their names.
-        name_of: as for `to_json`.
-        find: as for `to_json`.
-
-    Raises:
-        PolicyError: if it could not be found again.
-    """
+    for name, known in ours.items():
+        if known is rule:  # a dialect of guards
+            return {"class": name, "settings": {}}
     kind = type(rule)
     name = kind.__name__ if ours.get(kind.__name__) is kind else name_of(kind)
     if ours.get(name, find(name)) is not kind:
+        what = "policy" if isinstance(rule, Policy) else "guard"
         raise PolicyError(
             f"{what}={rule!r} cannot be saved: {kind.__name__} could not be found again. "
             f"Write {REGISTER} above the class."
         )
-    return name
+    return {"class": name, "settings": rule.get_config()}
 
 
-def saved_parts(what: str, saved: object, example: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the name of the class and the settings.
+def from_json(
+    saved: object,
+    find: Callable[[str], object],
+    ours: Mapping[str, object] = RULES,
+    base: type = Policy,
+) -> Any:
+    """Return the policy or the guard that was saved.
+
+    Args:
+        saved: what `to_json` returned.
+        find: as for `to_json`.
+        ours: as for `to_json`.
+        base: `Policy` or `Guard`.
 
     Raises:
-        PolicyError: if either is missing.
+        PolicyError: for an unknown class, and for anything that `to_json` did not write.
     """
-    parts = saved if isinstance(saved, Mapping) else {}
+    what, parts = base.__name__.lower(), saved if isinstance(saved, Mapping) else {}
     name, settings = parts.get("class"), parts.get("settings")
     if not (isinstance(name, str) and isinstance(settings, Mapping)):
         raise PolicyError(
             f"{shown(saved)} is not a saved {what}: that has a class and settings. "
-            f'Write {{"class": "{example}", "settings": {{}}}}.'
+            f'Write {{"class": "{next(iter(ours))}", "settings": {{}}}}.'
         )
-    return name, settings
-
-
-def made_of(what: str, kind: object, base: type, name: str, settings: Mapping[str, Any]) -> Any:
-    """Return a rule made of saved settings.
-
-    Args:
-        what: "policy" or "guard", for the messages.
-        kind: the class that was found, if one was.
-        base: what it has to be a subclass of.
-        name: of the class.
-        settings: by name.
-
-    Raises:
-        PolicyError: for an unknown class, and for settings that it does not have.
-    """
+    kind = ours.get(name) or find(name)
+    if isinstance(kind, base):
+        return kind
     if not (inspect.isclass(kind) and issubclass(kind, base)):
         raise PolicyError(
             f"the {what} {shown(name)} of a saved optimizer is not known. Import its module, where "
             f"{REGISTER} stands above the class."
         )
     try:
-        return kind(**{key: _tuples(value) for key, value in settings.items()})
+        with warnings.catch_warnings(action="ignore", category=InexactScale):  # warned of when it was made
+            return kind(**{key: _tuples(value) for key, value in settings.items()})
     except TypeError as error:  # settings of another release, or of something else
         raise PolicyError(f"the saved settings of {name} cannot work: {error}. Make a new {what}.") from None
 

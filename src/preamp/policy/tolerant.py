@@ -26,6 +26,7 @@ class Tolerant(Moving[TolerantState]):
 
     The rate is overflows since the last backoff, over all steps since the scale last moved.
 
+    >>> from preamp import Reading
     >>> policy = Tolerant(init_scale=8, tolerance=0.5)
     >>> state = policy.start()
     >>> for finite in (True, True, False, False):

@@ -14,8 +14,7 @@ import tensorflow as tf
 from preamp.arrays.tensorflow import Gradient, as_stored, unconverted
 from preamp.checks import paired
 from preamp.errors import PolicyError, UsageError
-from preamp.guards import Guard
-from preamp.guards import registry as guard_registry
+from preamp.guards import RULES, Guard
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer as KerasLossScaleOptimizer
 from preamp.policy import Policy
 from preamp.policy.registry import to_json
@@ -191,7 +190,7 @@ class LossScaleOptimizer(TensorFlowLossScaleOptimizer, KerasLossScaleOptimizer):
         }
         find, name_of = keras.saving.get_registered_object, keras.saving.get_registered_name
         if self.guard is not None:
-            config["guard"] = guard_registry.to_json(self.guard, name_of, find)
+            config["guard"] = to_json(self.guard, name_of, find, RULES)
         if self._policy_was_given:
             return {**config, "policy": to_json(self.policy, name_of, find)}
         names = ("dynamic", "initial_scale", "dynamic_growth_steps")

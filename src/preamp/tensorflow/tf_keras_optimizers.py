@@ -20,8 +20,7 @@ from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs
 from preamp.arrays.tensorflow import Gradient, as_stored, divide, finite_and_norm, unconverted
 from preamp.checks import check_store, listed_variables, paired
 from preamp.errors import UsageError
-from preamp.guards import Guard
-from preamp.guards import registry as guard_registry
+from preamp.guards import RULES, Guard
 from preamp.policy import Policy
 from preamp.policy.registry import from_json, to_json
 from preamp.scaling import Step, given_guard
@@ -164,7 +163,7 @@ class OverTfKeras(BaseLossScaleOptimizer):
             config = {"inner_optimizer": config["inner_optimizer"], "policy": saved}
         if self.guard is not None:
             find, name_of = saving.get_registered_object, saving.get_registered_name
-            config["guard"] = guard_registry.to_json(self.guard, name_of, find)
+            config["guard"] = to_json(self.guard, name_of, find, RULES)
         with tf.init_scope():
             if tf.executing_eagerly():
                 config["state"] = {name: _plain(value) for name, value in self._loss_scale.numbers().items()}
@@ -176,12 +175,11 @@ class OverTfKeras(BaseLossScaleOptimizer):
         kind_of_config(config)  # raises if it is not one
         settings = {name: _copied(value) for name, value in config.items()}
         state = settings.pop("state", None)
+        find = partial(tf_keras.saving.get_registered_object, custom_objects=custom_objects)
         if "policy" in settings:
-            find = partial(tf_keras.saving.get_registered_object, custom_objects=custom_objects)
             settings["policy"] = from_json(settings["policy"], find)
         if "guard" in settings:
-            find = partial(tf_keras.saving.get_registered_object, custom_objects=custom_objects)
-            settings["guard"] = guard_registry.from_json(settings["guard"], find)
+            settings["guard"] = from_json(settings["guard"], find, RULES, Guard)
         made: Self = super(BaseLossScaleOptimizer, cls).from_config(settings, custom_objects)  # type: ignore[misc]
         if state is not None:
             made._loss_scale.restore({name: _numbers(value) for name, value in state.items()})
