@@ -18,7 +18,7 @@ from sphinx.util.docutils import SphinxDirective
 import preamp
 from preamp.guards import GuardDialect
 from preamp.policy import Reading
-from preamp.systems.definition import Dialect
+from preamp.systems.dialects import Dialect
 
 __all__ = ["names_of", "setup"]
 

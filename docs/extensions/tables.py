@@ -15,8 +15,6 @@ from preamp import casting, dialects
 from preamp.policy import Moving, Policy
 from preamp.record.formatting import power
 
-__all__ = ["dialect_rows", "operator_rows", "rule_rows", "setup"]
-
 UNNAMED = "-"
 
 

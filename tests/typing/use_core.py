@@ -29,7 +29,7 @@ from preamp.doctor import Diagnosis, Finding, diagnose
 from preamp.policy import Where, choose
 from preamp.report import Curve, scale_figure, write_report
 from preamp.systems.deepspeed_config import Settings, load
-from preamp.systems.definition import Dialect
+from preamp.systems.dialects import Dialect
 
 
 def choose_a_rule(hysteresis: int) -> Policy[Any]:

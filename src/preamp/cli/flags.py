@@ -18,8 +18,7 @@ from preamp.policy import Dynamic, Policy
 from preamp.policy.registry import RULES
 from preamp.record.formatting import kebab
 from preamp.systems.deepspeed_config import Settings, load
-from preamp.systems.definition import Dialect
-from preamp.systems.dialects import ALL
+from preamp.systems.dialects import ALL, Dialect
 
 # In a run of a few thousand steps the scale would hardly move at the usual interval.
 SHORT_INTERVAL = 100

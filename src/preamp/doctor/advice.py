@@ -13,8 +13,7 @@ from preamp.errors import InexactScale, PolicyError
 from preamp.policy import Compat, Dynamic, Moving, Policy
 from preamp.policy.registry import RULES
 from preamp.record.formatting import kebab
-from preamp.systems.definition import Dialect
-from preamp.systems.dialects import ALL
+from preamp.systems.dialects import ALL, Dialect
 
 PLAIN_BELOW = 2.0**10  # powers of two up to here are written as plain numbers
 

@@ -15,7 +15,7 @@ from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding
 from preamp.policy import Dynamic, Static, Tolerant
 from preamp.record.exponents import exponent_of
 from preamp.record.formatting import of_steps, percent, power, powers
-from preamp.systems.definition import Dialect
+from preamp.systems.dialects import Dialect
 
 RECENT: Final = 100
 FARTHEST_BACKOFF: Final = 2.0**-4

@@ -9,7 +9,7 @@ from typing import Any
 from preamp.checks import FLOAT32_MAX, is_number, level_of_caller, not_subnormal, positive, shown, whole
 from preamp.errors import PolicyError
 from preamp.policy import Policy
-from preamp.systems.definition import Dialect
+from preamp.systems.dialects import Dialect
 
 INITIAL_SCALE = 2.0**15
 INTERVAL = 2000

@@ -13,12 +13,13 @@ except for APEX, whose original could not be run.
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec
 
 from preamp.checks import FLOAT32_MAX, FLOAT32_TINY
-from preamp.errors import PolicyError
-from preamp.policy import Compat, Dynamic, Policy, Static
-from preamp.systems.definition import Dialect, dialect
+from preamp.errors import InexactScale, PolicyError
+from preamp.policy import Compat, Dynamic, Policy, Reading, Static, Where, choose
 
 __all__ = [
     "ALL",
@@ -32,10 +33,61 @@ __all__ = [
     "MEGATRON",
     "TF_KERAS",
     "TORCH",
+    "Dialect",
 ]
 
+P = ParamSpec("P")
 
-@dialect("torch.amp.GradScaler, torch 2.13", "No floor: enough overflows in a row take the scale to 0.")
+
+class Dialect(Policy[Any], Generic[P]):
+    """A known system's policy, with that system's defaults; calling it takes the system's own arguments.
+
+    Attributes:
+        name: the name in `dialects`, such as "TORCH".
+        system: the system, and the release whose rule this is.
+        odd: known pitfalls, in one line.
+        policy: the policy with the system's defaults.
+    """
+
+    def __init__(self, make: Callable[P, Policy[Any]], system: str, odd: str) -> None:
+        self._make = make
+        self.name: str = make.__name__
+        self.__module__ = make.__module__  # where a pickle looks for the name
+        self.system = system
+        self.odd = odd
+        self.__doc__ = f"{system}. {odd}"
+        self.policy: Policy[Any] = self(*(), **{})  # type: ignore[call-arg]  # every argument has a default
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Policy[Any]:
+        """Return the policy for the system's own arguments."""
+        with warnings.catch_warnings(action="ignore", category=InexactScale):  # the original rounds as well
+            return self._make(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"dialects.{self.name}"
+
+    def __reduce__(self) -> str:
+        return self.name  # pickled as the name it has in its module
+
+    def start(self) -> Any:
+        return self.policy.start()
+
+    def advance(self, state: object, reading: Reading, where: Where = choose) -> Any:
+        return self.policy.advance(state, reading, where)
+
+    def exhausted(self, state: object, reading: Reading, where: Where = choose) -> Any:
+        return self.policy.exhausted(state, reading, where)
+
+    def _remedy(self) -> str:
+        return self.policy._remedy()
+
+
+def _dialect(system: str, odd: str) -> Callable[[Callable[P, Policy[Any]]], Dialect[P]]:
+    """Turn a function of a system's own arguments into a `Dialect`."""
+    return lambda make: Dialect(make, system, odd)
+
+
+@_dialect("torch.amp.GradScaler, torch 2.13", "No floor: enough overflows in a row take the scale to 0.")
 def TORCH(
     *,
     init_scale: float = 2.0**16,
@@ -54,14 +106,14 @@ def TORCH(
     )
 
 
-@dialect("Keras LossScaleOptimizer, keras 3.15", "Neither floor nor ceiling: reaches 0 and inf.")
+@_dialect("Keras LossScaleOptimizer, keras 3.15", "Neither floor nor ceiling: reaches 0 and inf.")
 def KERAS(*, initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000) -> Policy[Any]:
     return Dynamic(
         init_scale=initial_scale, growth_interval=dynamic_growth_steps, min_scale=None, max_scale=None
     )
 
 
-@dialect("tf.keras LossScaleOptimizer, tf_keras 2.21", "An initial scale below 1 jumps up to 1 on overflow.")
+@_dialect("tf.keras LossScaleOptimizer, tf_keras 2.21", "An initial scale below 1 jumps up to 1 on overflow.")
 def TF_KERAS(
     *, dynamic: bool = True, initial_scale: float | None = None, dynamic_growth_steps: int | None = None
 ) -> Policy[Any]:
@@ -78,7 +130,7 @@ def TF_KERAS(
     )
 
 
-@dialect(
+@_dialect(
     "DeepSpeed ZeRO 1-3, deepspeed 0.19.8",
     "The first clean step is not counted; once used up, hysteresis is not restored until the scale grows.",
 )
@@ -103,7 +155,7 @@ def DEEPSPEED(
     )
 
 
-@dialect(
+@_dialect(
     "DeepSpeed ZeRO 1-3, deepspeed 0.16.5",
     "Starts at 2**32 unless configured; the configuration's own default is 2**16.",
 )
@@ -132,7 +184,9 @@ def DEEPSPEED_016(
     )
 
 
-@dialect("DeepSpeed stage 0 fp16, deepspeed 0.16.5 and 0.19.8", "Ignores hysteresis, whatever is configured.")
+@_dialect(
+    "DeepSpeed stage 0 fp16, deepspeed 0.16.5 and 0.19.8", "Ignores hysteresis, whatever is configured."
+)
 def DEEPSPEED_FUSED(
     *, init_scale: float = 2.0**16, scale_window: int = 1000, min_scale: float = 1.0
 ) -> Policy[Any]:
@@ -145,7 +199,7 @@ def DEEPSPEED_FUSED(
     )
 
 
-@dialect(
+@_dialect(
     "Megatron DynamicGradScaler, megatron-core 0.16",
     "Overflows add up until the scale grows, in a row or not; no ceiling, so it can reach inf.",
 )
@@ -171,7 +225,7 @@ def MEGATRON(
     )
 
 
-@dialect("apex.amp, its last release", "Always moves by 2: its scale_factor argument is not used.")
+@_dialect("apex.amp, its last release", "Always moves by 2: its scale_factor argument is not used.")
 def APEX(
     *,
     init_scale: float = 2.0**16,
@@ -188,7 +242,7 @@ def APEX(
     )
 
 
-@dialect("flax DynamicScale, flax 0.12", "Grows after growth_interval + 1 clean steps, not growth_interval.")
+@_dialect("flax DynamicScale, flax 0.12", "Grows after growth_interval + 1 clean steps, not growth_interval.")
 def FLAX(
     *,
     scale: float = 2.0**16,
@@ -208,7 +262,7 @@ def FLAX(
     )
 
 
-@dialect(
+@_dialect(
     "jmp DynamicLossScale, jmp 0.0.4", "Forgets min_loss_scale in every jit or tree_map: the floor is then 1."
 )
 def JMP(

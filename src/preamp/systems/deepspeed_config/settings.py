@@ -11,8 +11,7 @@ from preamp.checks import assign, is_number
 from preamp.errors import ConfigError
 from preamp.policy import Policy, Static
 from preamp.systems.deepspeed_config.fp16_section import section_of
-from preamp.systems.definition import Dialect
-from preamp.systems.dialects import TORCH
+from preamp.systems.dialects import TORCH, Dialect
 
 Precision: TypeAlias = Literal["float16", "bfloat16", "float32"]
 SKIP_ONLY = Static(1.0)  # no scaling, but a step that overflows is skipped
