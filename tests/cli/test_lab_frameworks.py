@@ -135,7 +135,7 @@ def test_values_are_rounded_and_natively_in_a_way_of_their_own(pairs):
 
 
 def test_a_policy_that_gives_up_ends_the_run_after_the_same_step():
-    policy = Dynamic(init_scale=2.0**32, max_consecutive_overflows=2)
+    policy = Dynamic(init_scale=2.0**32, min_scale=2.0**30, at_floor="raise")
     plan, problem = Plan("float16", policy, seed=0), autoencoder(digits(), epochs=1)
     for framework in ("jax", "torch"):
         make = find_loop(framework)
