@@ -51,7 +51,6 @@ JOBS = (
     Job("policies"),
     Job("torch_scaler", cuda="torch"),
     Job("lens", cuda="torch"),
-    Job("layerwise", cuda="torch"),
     Job("torch_autocast", cuda="torch"),
     Job("keras_optimizer", ("--backend", "torch"), cuda="torch"),
     Job("keras_optimizer", ("--backend", "jax"), cuda="jax"),

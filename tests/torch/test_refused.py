@@ -11,7 +11,7 @@ import torch
 from preamp import Dynamic, Headroom, PolicyError, Static, dialects
 from preamp.deepspeed import initialize
 from preamp.errors import UsageError
-from preamp.torch import GradScaler, LayerwiseScale, LossScaleOptimizer, ShardedGradScaler, blame
+from preamp.torch import GradScaler, LossScaleOptimizer, ShardedGradScaler, blame
 
 from .test_scaler import Training, ours, theirs
 
@@ -62,8 +62,6 @@ def test_a_loss_that_is_not_a_tensor_is_refused(loss):
     optimizer = LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match=r"the loss is .* Write optimizer\.backward\(loss\)"):
         optimizer.backward(loss)
-    with pytest.raises(UsageError, match=r"the loss is .* Write layerwise\.backward\(loss\)"):
-        LayerwiseScale(model).backward(loss)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +105,6 @@ def test_what_is_not_a_policy_is_refused_with_the_one_that_was_meant(policy, rem
         GradScaler("cpu", policy=policy)
     with pytest.raises(PolicyError, match=rf"is not a policy\. Write {remedy}"):
         LossScaleOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), policy=policy)
-
-
-@pytest.mark.parametrize("model", [3, None, "model", torch.ones(2), [torch.nn.Linear(1, 1)], torch.nn.Linear])
-def test_a_layerwise_scale_of_no_model_is_refused(model):
-    with pytest.raises(PolicyError, match=r"model=.* Write LayerwiseScale\(model\)"):
-        LayerwiseScale(model)
 
 
 @pytest.mark.parametrize("method", ["step", "unscale_"])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from preamp.errors import UnscaledFloat16
-from preamp.torch import GradScaler, LayerwiseScale, LossScaleOptimizer, autocast
+from preamp.torch import GradScaler, LossScaleOptimizer, autocast
 from preamp.torch.scaling import unscaled
 from preamp.torch.scaling.unscaled import small_share
 
@@ -246,26 +246,6 @@ def test_it_is_silent_where_the_user_scales_by_hand(scale):
 
     for _ in range(3):
         step(model, optimizer, batch, TINY * scale, unscale)
-
-
-@pytest.mark.parametrize("name", ["LayerwiseScale", "LossScaleOptimizer"])
-def test_it_is_silent_with_our_other_scalers(name):
-    torch.manual_seed(0)
-    model, batch = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    layers = LayerwiseScale(model) if name == "LayerwiseScale" else None
-    wrapped = LossScaleOptimizer(optimizer) if name == "LossScaleOptimizer" else None
-    for _ in range(3):
-        x, y = batch()
-        optimizer.zero_grad()
-        with autocast("cpu", HALF):
-            loss = F.cross_entropy(model(x), y) * TINY
-        if wrapped:
-            wrapped.scale_loss(loss).backward()
-            wrapped.step()
-        elif layers:
-            layers.backward(loss)
-            optimizer.step()
 
 
 def test_zeros_are_no_evidence():

@@ -9,7 +9,6 @@ from preamp.autocasting.report import CastReport
 from preamp.record.mismatch import Mismatch
 from preamp.torch import (
     GradScaler,
-    LayerwiseScale,
     Lens,
     LossScaleOptimizer,
     ShardedGradScaler,
@@ -106,13 +105,10 @@ def optimize(model: torch.nn.Module, loss: torch.Tensor) -> torch.optim.Optimize
     return optimizer
 
 
-def snapshot(model: torch.nn.Module, scaler: GradScaler, loss: torch.Tensor) -> dict[str, float]:
+def snapshot(model: torch.nn.Module, scaler: GradScaler) -> None:
     with Lens(model, 10, scaler=scaler, on_snapshot=Trace().add_snapshot, low_dtype=torch.float16) as lens:
         assert_type(lens.last, Snapshot | None)
         assert_type(lens.every, int)
-    layers = LayerwiseScale(model, every=10)
-    layers.backward(loss)
-    return layers.factors
 
 
 def measure(logp: torch.Tensor, drawn: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -141,6 +137,5 @@ def mistakes(model: torch.nn.Module, scaler: GradScaler, optimizer: torch.optim.
     LossScaleOptimizer(optimizer, unknown=1)  # type: ignore[call-arg]
     Lens(scaler)  # type: ignore[arg-type]
     Lens(model, on_snapshot=3)  # type: ignore[arg-type]
-    LayerwiseScale(model, dtype="float16")  # type: ignore[arg-type]
     mismatch([0.0], torch.zeros(1))  # type: ignore[arg-type]
     mismatch(torch.zeros(1), torch.zeros(1), clip=0.2)  # type: ignore[call-arg]

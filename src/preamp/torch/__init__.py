@@ -16,7 +16,6 @@ from preamp.torch.autocasting.custom import custom_bwd, custom_fwd
 from preamp.torch.autocasting.region import autocast
 from preamp.torch.blaming.blame import blame
 from preamp.torch.blaming.tune import tune
-from preamp.torch.layerwise.layerwise_scale import LayerwiseScale
 from preamp.torch.lens.lens import Lens
 from preamp.torch.machine import check
 from preamp.torch.sampler_mismatch import mismatch
@@ -26,7 +25,6 @@ from preamp.torch.scaling.sharded_grad_scaler import ShardedGradScaler
 
 __all__ = [
     "GradScaler",
-    "LayerwiseScale",
     "Lens",
     "LossScaleOptimizer",
     "ShardedGradScaler",

@@ -1,1 +1,0 @@
-"""A loss scale for every layer."""
