@@ -81,6 +81,7 @@ class Section:
         return (row.against == GUARDED) == self.guards and (self.guards or row.area in self.areas)
 
 
+REMOVED = ("torch LossScaleOptimizer", "torch LayerwiseScale")  # areas in old runs
 SECTIONS = (
     Section(
         "PyTorch: GradScaler",
@@ -232,8 +233,8 @@ def read() -> list[Run]:
 
 
 def _read(lines: Iterable[str]) -> Run:
-    about, *rows = map(json.loads, lines)
-    return Run(rows=[Row(**row) for row in rows], **about)
+    about, *dicts = map(json.loads, lines)
+    return Run(rows=[Row(**row) for row in dicts if row["area"] not in REMOVED], **about)
 
 
 def machine(gpu: str | None) -> str:

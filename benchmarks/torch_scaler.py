@@ -19,12 +19,11 @@ from rows import Area, Options, Row, difference, main
 from timing import Times, Work, spread
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preamp import Dynamic, guards
-from preamp.torch import GradScaler, LossScaleOptimizer
+from preamp import guards
+from preamp.torch import GradScaler
 
 MAX_NORM = 1.0
 ALONE, PYTORCH, MEMORY = "the optimizer alone", "torch.amp.GradScaler", "reading the gradients once"
-WRAPPER = "preamp's LossScaleOptimizer"
 GUARDED, UNGUARDED = "preamp with SpikeGuard", "preamp without a guard"
 NEITHER, BEYOND = "neither scaling nor clipping", "ATen calls beyond the optimizer's"
 Shapes = list[tuple[int, ...]]
@@ -70,10 +69,6 @@ class Iteration:
         never = {"init_scale": 1.0, "growth_interval": 10**9}
         self.stock, self.ours = torch.amp.GradScaler(device, **never), GradScaler(device, **never)
         self.guarded = GradScaler(device, **never, guard=guards.SpikeGuard())
-        self.clipping, self.wrapper = (
-            LossScaleOptimizer(self.make_optimizer(), policy=Dynamic(**never), global_clipnorm=norm)
-            for norm in (MAX_NORM, None)
-        )
         self.flat = torch.randn(sum(parameter.numel() for parameter in self.parameters), device=device)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -87,7 +82,6 @@ class Iteration:
         return {
             "preamp": self.ours_clip if clip else self.ours_plain,
             **guarded,
-            WRAPPER: self.wrapped_clip if clip else self.wrapped_plain,
             PYTORCH: self.stock_clip if clip else self.stock_plain,
             ALONE: self.bare,
             MEMORY: self.floor,
@@ -110,10 +104,6 @@ class Iteration:
         self.guarded.step(self.optimizer, max_norm=MAX_NORM)
         self.guarded.update()
 
-    def wrapped_clip(self) -> None:
-        self.clipping.scale_loss(self.loss)
-        self.clipping.step()
-
     def stock_plain(self) -> None:
         self.stock.scale(self.loss)
         self.stock.step(self.optimizer)
@@ -123,10 +113,6 @@ class Iteration:
         self.ours.scale(self.loss)
         self.ours.step(self.optimizer)
         self.ours.update()
-
-    def wrapped_plain(self) -> None:
-        self.wrapper.scale_loss(self.loss)
-        self.wrapper.step()
 
     def bare(self) -> None:
         self.optimizer.step()
@@ -192,7 +178,7 @@ def count(work: Work) -> Calls:
 
 def iterations(options: Options) -> Iterator[Row]:
     """Yield rows of iterations without a network."""
-    scaler, wrapper = areas(options)
+    scaler = Area("torch GradScaler", options.device)
     for shapes in (small(),) if options.quick else (resnet50(), gpt2()):
         for kind in ("AdamW(fused)", "SGD(foreach)"):
             iteration = Iteration(shapes, options.device, kind)
@@ -201,7 +187,6 @@ def iterations(options: Options) -> Iterator[Row]:
                 what = f"{kind}, {described(shapes)}, {'clip' if clip else 'no clip'}"
                 yield from scaler.timed(what, times, "preamp", [PYTORCH], [ALONE])
                 yield _over_memory(scaler, what, times)
-                yield from wrapper.timed(what, times, WRAPPER, [PYTORCH], [ALONE])
                 yield from guarded_rows(scaler, what, times)
             del iteration
             gc.collect()
@@ -212,11 +197,6 @@ def guarded_rows(area: Area, what: str, times: Times, unit: str = "ms") -> Itera
     if GUARDED in times:
         named = {GUARDED: times[GUARDED], UNGUARDED: times["preamp"]}
         yield from area.timed(f"{what}, guard", named, GUARDED, floors=[UNGUARDED], unit=unit)
-
-
-def areas(options: Options) -> tuple[Area, Area]:
-    """Return the area of the scaler, and that of the optimizer that wraps another."""
-    return Area("torch GradScaler", options.device), Area("torch LossScaleOptimizer", options.device)
 
 
 def described(shapes: Shapes) -> str:
@@ -232,7 +212,7 @@ def _over_memory(area: Area, what: str, times: Times) -> Row:
 
 def dispatch(options: Options) -> Iterator[Row]:
     """Yield rows of what Python and dispatch cost, and of ATen calls beyond the optimizer's own."""
-    scaler, wrapper = areas(options)
+    scaler = Area("torch GradScaler", options.device)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for kind in ("AdamW(fused)", "SGD(foreach)"):
@@ -242,7 +222,6 @@ def dispatch(options: Options) -> Iterator[Row]:
             times = options.interleaved(works)
             what = f"{kind}, 161 tensors of 4 parameters, {'clip' if clip else 'no clip'}"
             yield from scaler.timed(what, times, "preamp", [PYTORCH], unit="µs")
-            yield from wrapper.timed(what, times, WRAPPER, [PYTORCH], unit="µs")
             yield from guarded_rows(scaler, what, times, unit="µs")
             ours, theirs, own = (count(works[name]).calls for name in ("preamp", PYTORCH, ALONE))
             yield scaler.counted(f"{what}: {BEYOND}", PYTORCH, ours - own, theirs - own, "calls")
@@ -276,7 +255,10 @@ def network(options: Options) -> Iterator[Row]:
         NEITHER: net.neither,
     }
     times = options.interleaved(works, before=net.forward)
-    area, what = areas(options)[0], f"backward and step of a network of {numbers / 1e6:.1f}M parameters"
+    area, what = (
+        Area("torch GradScaler", options.device),
+        f"backward and step of a network of {numbers / 1e6:.1f}M parameters",
+    )
     yield from area.timed(f"{what}, clip", times, "preamp", [PYTORCH], [NEITHER])
 
 

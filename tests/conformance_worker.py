@@ -88,28 +88,23 @@ def weighted_sum(weights: list[Any], factors: list[Any], total: Callable[[Any], 
 # PyTorch
 
 
-def torch_peer(policy: Any, *, wrapper: bool, fused: bool = False) -> Peer:
+def torch_peer(policy: Any, *, fused: bool = False) -> Peer:
     import torch
 
-    from preamp.torch import GradScaler, LossScaleOptimizer
+    from preamp.torch import GradScaler
 
     weights = [torch.nn.Parameter(torch.from_numpy(start.copy())) for start in STARTS]
     inner = torch.optim.Adam(weights, lr=RATE, fused=fused)
-    how = {"policy": policy, "guard": playing.guard}
-    optimizer = LossScaleOptimizer(inner, **how) if wrapper else GradScaler("cpu", **how)
+    scaler = GradScaler("cpu", policy=policy, guard=playing.guard)
 
     def step(factors: list[np.ndarray]) -> None:
         inner.zero_grad()
         loss = weighted_sum(weights, [torch.from_numpy(factor) for factor in factors], torch.sum)
-        if wrapper:
-            optimizer.scale_loss(loss).backward()
-            optimizer.step()
-        else:
-            optimizer.scale(loss).backward()
-            optimizer.step(inner, max_norm=math.inf)  # which measures it
-            optimizer.update()
+        scaler.scale(loss).backward()
+        scaler.step(inner, max_norm=math.inf)  # which measures it
+        scaler.update()
 
-    return Peer(optimizer, step, *torch_photos(weights, inner))
+    return Peer(scaler, step, *torch_photos(weights, inner))
 
 
 def torch_photos(weights: list[Any], inner: Any) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
@@ -479,15 +474,8 @@ def in_halves(rows: list[Row]) -> list[Row]:
 
 
 ROWS = [
-    Row("torch", "torch", "GradScaler", lambda policy: torch_peer(policy, wrapper=False)),
-    Row("torch", "torch", "GradScaler, fused", lambda policy: torch_peer(policy, wrapper=False, fused=True)),
-    Row(
-        "torch",
-        "torch",
-        "LossScaleOptimizer",
-        lambda policy: torch_peer(policy, wrapper=True),
-        takes_norm=False,
-    ),
+    Row("torch", "torch", "GradScaler", torch_peer),
+    Row("torch", "torch", "GradScaler, fused", lambda policy: torch_peer(policy, fused=True)),
     Row(
         "torch",
         "torch",

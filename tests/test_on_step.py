@@ -45,20 +45,10 @@ def torch_scaler(log: Log) -> Words:
     return scaler.policy, scaler.get_scale(), None
 
 
-def torch_optimizer(log: Log) -> Words:
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = preamp.torch.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.1), policy=POLICY, on_step=log)
-    for factor in FACTORS:
-        optimizer.zero_grad()
-        optimizer.backward(weight.sum() * factor)
-        optimizer.step()
-    return optimizer.policy, optimizer.loss_scale, optimizer.skipped_steps
-
-
 def deepspeed(log: Log) -> Words:
     fp16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 10, "loss_scale_window": 2}
     model = torch.nn.Linear(1, 1)
-    engine, optimizer, *_ = preamp.deepspeed.initialize(
+    engine, *_ = preamp.deepspeed.initialize(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         config={"fp16": fp16 | {"hysteresis": 1}},
@@ -67,7 +57,7 @@ def deepspeed(log: Log) -> Words:
     for factor in FACTORS:
         engine.backward(engine(torch.ones(1, 1)).float().sum() * factor)
         engine.step()
-    return optimizer.policy, engine.cur_scale, engine.skipped_steps
+    return engine.scaler.policy, engine.cur_scale, engine.skipped_steps
 
 
 def fit(library: Any, optimizer: Any, callback: Any) -> None:
@@ -114,7 +104,7 @@ def jax_loop(log: Log) -> Words:
     return POLICY, state.policy_state.scale, state.skipped_steps
 
 
-TRAININGS = [torch_scaler, torch_optimizer, deepspeed, keras_fit, tf_keras_fit, tensorflow_loop, jax_loop]
+TRAININGS = [torch_scaler, deepspeed, keras_fit, tf_keras_fit, tensorflow_loop, jax_loop]
 
 
 def facts(steps: Iterable[Step]) -> list[tuple[Any, ...]]:

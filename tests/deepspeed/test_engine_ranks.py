@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import preamp
-from preamp import Static, UsageError
-from preamp.deepspeed import initialize
+from preamp import Static
 
 from . import engine_worker as worker
 from . import guards_script
@@ -58,7 +57,7 @@ def test_two_ranks_train_as_one_does(ranks, precision):
     first, second = (answer[precision] for answer in ranks)
     assert first == second
     alone = worker.train(worker.made(worker.CONFIGS[precision], 1), 0, 1)
-    assert first["counters"] == alone["counters"] == [3, 0, 24, 8]
+    assert first["counters"] == alone["counters"] == [3, 0]
     for theirs, ours in zip(first["weights"], alone["weights"], strict=True):
         # Each rank rounds its own gradient to half precision.
         assert theirs == pytest.approx(ours, abs={"fp16": 1e-4, "bf16": 2e-3, "float32": 1e-6}[precision])
@@ -69,7 +68,7 @@ def test_two_ranks_train_as_one_does(ranks, precision):
 def test_an_overflow_on_one_rank_skips_on_all(ranks):
     first, second = (answer["overflow"] for answer in ranks)
     assert first == second
-    assert first["counters"] == [3, 1, 24, 8]
+    assert first["counters"] == [3, 1]
     assert [step[0] for step in first["steps"][::2]] == [True, False, True]
     assert [step[1] for step in first["steps"][::2]] == [2.0**8, 2.0**7, 2.0**7]
     (record,), others = (answer["records"] for answer in ranks)
@@ -106,25 +105,7 @@ def test_what_would_drift_apart_or_hang_is_refused_on_all_ranks(ranks):
         assert "on ranks [1] differs from that on rank 0" in answer["other configuration"]
         assert "on ranks [1] differs from that on rank 0" in answer["other guard"]
         assert "Write Embedding(..., sparse=False)" in answer["sparse"]
-        assert "checkpoint 'bad' was not written" in answer["unwritten"]
-        assert "checkpoint 'unsaved' was not written" in answer["unsaved"]
-    first, second = (answer["disks"] for answer in ranks)
-    assert all("ranks [1] have a different checkpoint" in message for message in first)
-    assert "ranks [1] have a different checkpoint" in second[0]
-    assert "there is no checkpoint" in second[1]
 
 
 def test_ranks_go_on_from_a_checkpoint(ranks):
     assert all(answer["resumed"] for answer in ranks)
-
-
-def test_each_rank_has_its_own_data(ranks):
-    seen = [value for answer in ranks for batch in answer["data"] for value in batch]
-    assert sorted(seen) == list(range(8))
-    assert all(len(batch) == 2 for answer in ranks for batch in answer["data"])
-
-
-def test_processes_that_may_not_join_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="the launcher started 2 processes, and each would train alone"):
-        initialize(model=torch.nn.Linear(1, 1), config={}, dist_init_required=False)

@@ -43,7 +43,7 @@ def closure():
 """
 OURS_OF_TORCH = """
 from preamp import Dynamic, Static, Trace, casting, dialects
-from preamp.torch import GradScaler, LossScaleOptimizer, autocast
+from preamp.torch import GradScaler, MasterWeights, autocast
 """
 KERAS = """
 import keras

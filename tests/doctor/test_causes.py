@@ -24,7 +24,7 @@ from preamp.doctor.diagnosis import _consistent
 from preamp.record.exponents import ExponentHistogram
 from preamp.record.formatting import power
 from preamp.simulation.processes import Drifting, Stationary
-from preamp.torch import GradScaler, Lens, LossScaleOptimizer
+from preamp.torch import GradScaler, Lens
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -299,26 +299,19 @@ def test_buffers_that_a_skipped_step_poisoned_are_named() -> None:
     assert "norm.running_mean" in finding.sentence
 
 
-@pytest.mark.parametrize("adapter", ["GradScaler", "LossScaleOptimizer"])
-def test_buffers_that_were_restored_are_a_note(adapter: str, tmp_path: Path) -> None:
+def test_buffers_that_were_restored_are_a_note(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     settings: dict[str, Any] = {"model": model, "restore_buffers": True}
     with Trace(tmp_path / "run.jsonl") as trace:
         sgd = torch.optim.SGD(model.parameters(), lr=0.01)
         scaler = GradScaler("cpu", init_scale=2.0**8, on_step=trace, **settings)
-        optimizer = LossScaleOptimizer(sgd, 2.0**8, on_step=trace, **settings)
         for number in range(120):
             loss = model(torch.randn(8, 4) * (math.inf if number == 60 else 1.0)).square().mean()
-            if adapter == "GradScaler":
-                sgd.zero_grad()
-                scaler.scale(loss).backward()
-                scaler.step(sgd)
-                scaler.update()
-            else:
-                optimizer.zero_grad()
-                optimizer.scale_loss(loss).backward()
-                optimizer.step()
+            sgd.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(sgd)
+            scaler.update()
     assert all(buffer.isfinite().all() for buffer in model.buffers())
     for read in (trace, Trace.read(tmp_path / "run.jsonl")):
         found = {finding.kind: finding for finding in diagnose(read).findings}

@@ -128,17 +128,6 @@ def test_a_disabled_scaler_records_each_step_once_and_has_no_rules() -> None:
     assert (trace.framework, trace.policy, trace.guard) == ("torch", None, None)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_steps_of_the_loss_scale_optimizer_carry_its_rules(fused: bool) -> None:
-    weight = torch.ones((), requires_grad=True)
-    inner = torch.optim.SGD([weight], 0.1, fused=fused)
-    optimizer = preamp.torch.LossScaleOptimizer(inner, policy=Static(8.0), guard=SpikeGuard())
-    optimizer.backward(weight * 1.0)
-    optimizer.step()
-    assert optimizer.last_step is not None
-    assert (optimizer.last_step.policy, optimizer.last_step.guard) == (Static(8.0), SpikeGuard())
-
-
 def test_a_framework_that_is_no_name_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text('{"preamp_trace": 1}\n{"framework": 3}\n')

@@ -40,7 +40,6 @@ from tests.torch.distributed_training import (
     entries,
     net,
     spoil,
-    whole,
 )
 
 TIMEOUT = timedelta(seconds=20)  # of a collective that not every rank calls
@@ -323,36 +322,6 @@ def fsdp1(
     return {**seen, "whole": whole.tolist()}
 
 
-def loss_scale_optimizer(*, spoilt: dict[str, float], **how: Any) -> Seen:
-    """A `LossScaleOptimizer` on FSDP2, or in one process.
-
-    Args:
-        spoilt: what is written into a gradient of the last rank, by step.
-        how: for the optimizer.
-    """
-    rank, ranks = _here() if dist.is_initialized() else (0, 1)
-    model = net()
-    if ranks > 1:
-        for module in [*(layer for layer in model if isinstance(layer, nn.Linear)), model]:
-            _shard(module)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = preamp.torch.LossScaleOptimizer(inner, **how)
-    scales, skipped = [], []
-    for step in range(6):
-        optimizer.zero_grad()
-        x, y = batch(step, rank, ranks)
-        optimizer.backward((model(x) - y).square().mean())
-        if str(step) in spoilt and rank == ranks - 1:
-            spoil(model[0].weight.grad, spoilt[str(step)])
-        optimizer.step()
-        assert optimizer.last_step is not None
-        scales.append(optimizer.loss_scale)
-        skipped.append(optimizer.last_step.skipped)
-    optimizer.finalize_variable_values()
-    parameters = {name: whole(p.detach()).flatten().tolist() for name, p in model.named_parameters()}
-    return {"scales": scales, "skipped": skipped, "parameters": parameters, "updates": optimizer.iterations}
-
-
 class _Given(torch.autograd.Function):
     """A loss and a gradient that are given."""
 
@@ -426,7 +395,6 @@ SCENARIOS: dict[str, Callable[..., Seen]] = {
         fsdp1,
         fsdp2,
         guarded,
-        loss_scale_optimizer,
         pipeline,
         split,
         sums_of_dtensors,

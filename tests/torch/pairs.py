@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 
 from preamp.torch import GradScaler
 
 INF, NAN = float("inf"), float("nan")
-HALF_ENGINE = pytest.mark.skipif(
-    not hasattr(torch.Tensor, "grad_dtype"), reason="an engine of half-precision parameters needs torch 2.10"
-)
 SETTINGS = {"init_scale": 2.0**10, "growth_interval": 3}
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from preamp import casting
-from preamp.torch import GradScaler, LossScaleOptimizer, autocast
+from preamp.torch import GradScaler, autocast
 
 from .regions import (
     BASE,
@@ -222,16 +222,6 @@ def scaled_step(w):
     scaler.step(optimizer)
 
 
-def step_with(optimizer, w):
-    optimizer.zero_grad()
-    optimizer.backward(w.sum())
-    optimizer.step()
-
-
-def step_of_ours(w):
-    step_with(LossScaleOptimizer(torch.optim.SGD([w], lr=0.1)), w)
-
-
 OPTIMIZERS = [
     *[
         (name, {"foreach": foreach})
@@ -297,7 +287,6 @@ STEPS = {
     "in a disabled region": torch.autocast("cpu", enabled=False)(SGD),
     "in another thread": lambda w: in_thread(lambda: SGD(w)),
     "by GradScaler": scaled_step,
-    "by LossScaleOptimizer": step_of_ours,
     "under inference mode": torch.inference_mode()(SGD),
 }
 IN_REGIONS = {  # which empty the cache in PyTorch too
@@ -420,21 +409,6 @@ def test_each_call_of_a_closure_takes_the_weight_of_the_moment(search, step):
     assert losses(torch.autocast) != without
     for region in (autocast, torch.autocast):
         assert losses(region, COMPILED_LINEAR) == pytest.approx(without, rel=1e-2)
-
-
-@pytest.mark.parametrize("linear", [F.linear, COMPILED_LINEAR], ids=["eager", "compiled"])
-def test_averages_that_are_swapped_in_inside_a_region_are_used(linear):
-    w = weight()
-    optimizer = LossScaleOptimizer(torch.optim.SGD([w], lr=0.1), use_ema=True, ema_momentum=0.5)
-    for _ in range(3):
-        step_with(optimizer, w)
-    with autocast("cpu"):
-        assert same(linear(X, w), by_hand(X, w))
-        with optimizer.averaged():
-            assert same(linear(X, w), by_hand(X, w))
-        assert same(linear(X, w), by_hand(X, w))
-        optimizer.finalize_variable_values()
-        assert same(linear(X, w), by_hand(X, w))
 
 
 class Subclass(torch.Tensor):

@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import preamp.torch
 from preamp import MissingExtra
-from preamp.deepspeed import initialize
 
 FOLDER = Path(preamp.__file__).parent
 FILES = sorted(set((FOLDER / "torch").rglob("*.py")) | {FOLDER / "arrays" / "torch.py"})
@@ -40,15 +38,6 @@ def test_numbers_are_compared_as_numbers(found: str) -> None:
     MissingExtra.refuse_older("torch", found, "2.6")
     with pytest.raises(MissingExtra, match=r"works with 12\.1 and newer"):
         MissingExtra.refuse_older("torch", found, "12.1")
-
-
-def test_an_engine_of_half_precision_refuses_an_older_one_and_leaves_the_model_alone(monkeypatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(MissingExtra, match=r"torch 2\.9\.1\+cu128 is too old.*pip install 'torch>=2\.10'"):
-        initialize(model=model, config={"fp16": {"enabled": True}})
-    assert model.weight.dtype is torch.float32
-    initialize(model=model, config={})
 
 
 def test_importing_it_loads_neither_the_compiler_nor_triton() -> None:

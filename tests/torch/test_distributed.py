@@ -418,27 +418,6 @@ def test_all_ranks_are_shown_the_peak_of_all(two, how, capturable):
     assert seen[0]["calls"] == [[f"torch.float64 [{length}]" for length in lengths]] * STEPS
 
 
-# The optimizer with a scaler inside.
-
-
-@pytest.mark.parametrize(
-    ("spoilt", "updates"),
-    [({}, 3), ({"1": math.inf}, 3), ({"2": math.inf, "3": math.inf}, 2), ({"2": 3e38, "3": 3e38}, 2)],
-    ids=["", "a dropped micro-step", "two of them", "a sum that overflows"],
-)
-@pytest.mark.parametrize(
-    "how",
-    [{}, {"global_clipnorm": 0.1}, {"clipnorm": 0.1}, {"use_ema": True}],
-    ids=lambda how: next(iter(how), ""),
-)
-def test_the_optimizer_accumulates_and_clips_shards_as_one_process_does(two, how, spoilt, updates):
-    how = {"initial_scale": 1.0, "gradient_accumulation_steps": 2, "spoilt": spoilt, **how}
-    seen, reference = two("loss_scale_optimizer", **how), worker.loss_scale_optimizer(**how)
-    assert [one["updates"] for one in seen] == [updates, updates]
-    for one in seen:
-        assert (one["scales"], one["skipped"]) == (reference["scales"], reference["skipped"])
-        for name, values in reference["parameters"].items():
-            assert one["parameters"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
 
 
 # What is refused.

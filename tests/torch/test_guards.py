@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp import Dynamic, Reading, Static, Trace, guards, simulate
 from preamp.errors import PolicyError, UsageError
-from preamp.torch import GradScaler, LossScaleOptimizer
+from preamp.torch import GradScaler
 from tests.combinations import combinations
 
 Script = list[tuple[float, float]]  # losses and norms
@@ -488,52 +488,6 @@ def test_buffers_of_a_model_are_restored_after_a_spike() -> None:
     assert scaler.last_step.reason == "spike"
     after = model.state_dict()
     assert not [name for name in before if not torch.equal(before[name], after[name])]
-
-
-@pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"clipnorm": 0.5}, {"use_ema": True}])
-def test_the_optimizer_in_one_decides_alike(options: dict[str, Any]) -> None:
-    steps = script(11)
-    weight = torch.nn.Parameter(torch.ones(1))
-    trace = Trace()
-    optimizer = LossScaleOptimizer(
-        torch.optim.SGD([weight], lr=1e-3),
-        policy=Dynamic(growth_interval=10),
-        guard=guards.SpikeGuard(),
-        on_step=trace,
-        **options,
-    )
-    for loss, norm in steps:
-        optimizer.zero_grad()
-        before = copy.deepcopy(optimizer.state_dict())
-        optimizer.backward(loss_of(weight, loss, norm))
-        optimizer.step()
-        if trace[-1].skipped:
-            after = optimizer.state_dict()
-            assert repr(after["state"]) == repr(before["state"])
-            assert repr(after["loss_scale_optimizer"]["averages"]) == repr(
-                before["loss_scale_optimizer"]["averages"]
-            )
-            assert optimizer.iterations == before["loss_scale_optimizer"]["iterations"]
-    assert decisions(trace) == decisions(simulated("spike", steps))
-    assert optimizer.skipped_steps == sum(step.skipped for step in trace)
-
-
-def test_accumulated_gradients_are_judged_by_their_mean() -> None:
-    weight = torch.nn.Parameter(torch.ones(1))
-    optimizer = LossScaleOptimizer(
-        torch.optim.SGD([weight], lr=0.1), gradient_accumulation_steps=2, guard=guards.NormLimit(5.0)
-    )
-    reasons = []
-    for norm in (1.0, 8.0, 8.0, 8.0, 1.0, 1.0):
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(weight, 1.0, norm))
-        before = weight.item()
-        optimizer.step()
-        assert optimizer.last_step is not None
-        reasons.append((optimizer.last_step.reason, weight.item() != before))
-    taken, waits, spike = (None, True), (None, False), ("spike", False)
-    assert reasons == [waits, taken, waits, spike, waits, taken]
-    assert optimizer.skipped_steps == 1
 
 
 def test_a_policy_that_gives_up_is_not_asked_about_spikes() -> None:

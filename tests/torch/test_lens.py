@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from preamp import Dynamic, ExponentHistogram, Snapshot, Static, Trace
-from preamp.torch import GradScaler, Lens, LossScaleOptimizer, autocast
+from preamp.torch import GradScaler, Lens, autocast
 
 from .lens_models import X, histogram, hooks, mlp, rows_of, scalers, seen, train
 
@@ -296,18 +296,6 @@ def test_the_scale_and_the_step_are_those_of_the_loss_that_was_sampled(kind: str
             if new.what != "activation"
         ]
         assert all(new.histogram == old.histogram.shifted(powers) for new, old in flows)
-
-
-def test_with_a_loss_scale_optimizer_the_constant_counts_too() -> None:
-    model = mlp()
-    inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = LossScaleOptimizer(inner, initial_scale=8.0, loss_scale_factor=4.0)
-    with Lens(model, scaler=optimizer, every=1) as lens:
-        for _ in range(2):
-            optimizer.backward(model(X).sum())
-            optimizer.step()
-        assert (lens.last.index, lens.last.scale) == (1, 32.0)
-        assert rows_of(lens.last)["2", "flow"] == ExponentHistogram(5, (8,))
 
 
 def test_a_scaler_that_does_not_scale_has_scale_one() -> None:

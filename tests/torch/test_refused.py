@@ -1,6 +1,5 @@
 """Devices, losses, models and checkpoints that cannot work are refused by name, or warned of."""
 
-import copy
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import torch
 from preamp import Dynamic, Headroom, PolicyError, Static, dialects
 from preamp.deepspeed import initialize
 from preamp.errors import UsageError
-from preamp.torch import GradScaler, LossScaleOptimizer, ShardedGradScaler, blame
+from preamp.torch import GradScaler, ShardedGradScaler, blame
 
 from .test_scaler import Training, ours, theirs
 
@@ -49,21 +48,6 @@ def test_a_renamed_backend_counts_under_its_new_name():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_an_optimizer_of_a_model_without_numbers_is_refused():
-    with torch.device("meta"):
-        model = torch.nn.Linear(2, 2)
-    with pytest.raises(PolicyError, match=r"device meta.* model\.to_empty"):
-        LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@pytest.mark.parametrize("loss", [3.0, 3, None, "loss", [1.0]], ids=repr)
-def test_a_loss_that_is_not_a_tensor_is_refused(loss):
-    model = torch.nn.Linear(2, 1)
-    optimizer = LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match=r"the loss is .* Write optimizer\.backward\(loss\)"):
-        optimizer.backward(loss)
-
-
 @pytest.mark.parametrize(
     ("made", "part"),
     [
@@ -76,11 +60,9 @@ def test_a_loss_that_is_not_a_tensor_is_refused(loss):
 )
 def test_a_loss_inside_of_something_else_is_refused_with_the_line_that_takes_it_out(made, part):
     model = torch.nn.Linear(2, 1)
-    optimizer = LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     engine, *_ = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config={})
     loss = model(torch.ones(1, 2)).mean()
     refused = {
-        f"Write optimizer.backward({part}) ": lambda: optimizer.backward(made(loss)),
         f"Write engine.backward({part}) ": lambda: engine.backward(made(loss)),
         f"Write return {part} ": lambda: blame(lambda: made(model(torch.ones(1, 2)).mean()), model=model),
     }
@@ -103,8 +85,6 @@ def test_a_loss_inside_of_something_else_is_refused_with_the_line_that_takes_it_
 def test_what_is_not_a_policy_is_refused_with_the_one_that_was_meant(policy, remedy):
     with pytest.raises(PolicyError, match=rf"is not a policy\. Write {remedy}"):
         GradScaler("cpu", policy=policy)
-    with pytest.raises(PolicyError, match=rf"is not a policy\. Write {remedy}"):
-        LossScaleOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), policy=policy)
 
 
 @pytest.mark.parametrize("method", ["step", "unscale_"])
@@ -141,16 +121,11 @@ def test_a_checkpoint_outside_the_bounds_is_told_of_and_loaded(policy, scale, sa
     assert f"={scale!r}) to allow it" in str(told[0].message)
 
 
-def test_the_default_rule_and_the_optimizer_tell_of_it_once():
+def test_the_default_rule_tells_of_it_once():
     saved = {**theirs().state_dict(), "scale": 2.0**-20}
     with pytest.warns(UserWarning, match="below min_scale") as told:
         ours().load_state_dict(saved)
-    optimizer = LossScaleOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
-    state = copy.deepcopy(optimizer.state_dict())
-    state["loss_scale_optimizer"]["scaler"] |= {"scale": 2.0**-20}
-    with pytest.warns(UserWarning, match="below min_scale") as of_optimizer:
-        optimizer.load_state_dict(state)
-    assert [one.filename for one in [*told, *of_optimizer]] == [__file__] * 2
+    assert [one.filename for one in told] == [__file__]
 
 
 @pytest.mark.parametrize(

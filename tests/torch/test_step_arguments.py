@@ -5,7 +5,7 @@ import torch
 
 from preamp import PolicyError
 from preamp.errors import UsageError
-from preamp.torch import GradScaler, LossScaleOptimizer
+from preamp.torch import GradScaler
 
 
 class Own(torch.optim.SGD):
@@ -100,14 +100,6 @@ def test_what_is_given_twice_or_is_no_dict_is_refused():
         stepped(optimizer_kwargs=3)
     with pytest.raises(PolicyError, match="max_norm=0"):
         stepped(max_norm=0, optimizer_kwargs={})
-
-
-def test_the_optimizer_that_scales_clips_whatever_the_one_inside_takes():
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = LossScaleOptimizer(Own([weight], lr=1.0), global_clipnorm=1.0)
-    optimizer.backward(3 * weight.sum())
-    optimizer.step()
-    assert weight.item() == pytest.approx(-1.0)
 
 
 class UnscalesItself(torch.optim.SGD):

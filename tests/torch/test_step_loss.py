@@ -9,10 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp import Dynamic, Trace
 from preamp.deepspeed import initialize
-from preamp.torch import GradScaler, LossScaleOptimizer
+from preamp.torch import GradScaler
 from preamp.torch.scaling import grad_scaler
-
-from .pairs import HALF_ENGINE
 
 INF = float("inf")
 
@@ -184,7 +182,7 @@ def test_one_loss_is_detached_and_no_more(monkeypatch, fused):
         run.step(1.0)
         loss = run.loss()
         if not known:
-            run.scaler._losses.stop()
+            run.scaler._losses.add = lambda loss: None
         with Calls() as calls:
             run.scaler.scale(loss)
         with Calls() as backward:
@@ -192,7 +190,7 @@ def test_one_loss_is_detached_and_no_more(monkeypatch, fused):
         with Calls() as finish:
             run.finish()
         counted.append((calls.names, backward.names, finish.names))
-        run.scaler._losses._is_wanted = True
+        vars(run.scaler._losses).pop("add", None)
     with Calls() as detaching:
         loss.detach()
     assert counted[1] == ([*detaching.names, *counted[0][0]], *counted[0][1:])
@@ -246,21 +244,7 @@ def test_a_scale_set_by_hand_ends_the_iteration():
     assert run.step(1.0) == run.scaler.last_step.loss
 
 
-@pytest.mark.parametrize("steps", [None, 2])
-def test_the_optimizer_records_it_for_every_call(steps):
-    trace, weight = Trace(), torch.nn.Parameter(torch.zeros(4))
-    inner = torch.optim.SGD([weight], lr=0.0)
-    optimizer = LossScaleOptimizer(inner, gradient_accumulation_steps=steps, on_step=trace)
-    for number in range(4):
-        optimizer.zero_grad()
-        optimizer.backward(weight.sum() + number)
-        optimizer.step()
-    assert [step.loss for step in trace] == [0.0, 1.0, 2.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    "config", [pytest.param({"fp16": {"enabled": True, "auto_cast": True}}, marks=HALF_ENGINE), {}], ids=str
-)
+@pytest.mark.parametrize("config", [{"fp16": {"enabled": True, "auto_cast": True}}, {}], ids=str)
 def test_an_engine_records_the_loss_of_an_update(config):
     trace, model = Trace(), torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.ones_(model.weight)
@@ -287,7 +271,6 @@ def test_an_engine_that_scales_nothing_reads_no_loss():
     with Calls() as calls:
         engine.step()
     assert calls.reads == 0
-    assert engine.last_step.loss is None
 
 
 def test_giving_up_keeps_the_loss():

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from preamp.errors import UnscaledFloat16
-from preamp.torch import GradScaler, LossScaleOptimizer, autocast
+from preamp.torch import GradScaler, autocast
 from preamp.torch.scaling import unscaled
 from preamp.torch.scaling.unscaled import small_share
 

@@ -21,7 +21,7 @@ from preamp.systems.deepspeed_config import load
 
 
 def train(model: torch.nn.Module, x: torch.Tensor) -> Step | None:
-    engine, optimizer, loader, scheduler = initialize(
+    engine, optimizer, *_ = initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters()),
         config=load(Path("ds.json")),
@@ -34,8 +34,8 @@ def train(model: torch.nn.Module, x: torch.Tensor) -> Step | None:
     assert_type(engine.skipped_steps, int)
     assert_type(engine.global_steps, int)
     assert_type(engine.get_global_grad_norm(), float | None)
-    assert_type(engine.save_checkpoint("ckpt", tag=3), bool)
-    print(optimizer and optimizer.loss_scale, loader and len(loader), scheduler)
+    assert_type(engine.state_dict(), dict[str, Any])
+    assert_type(optimizer, torch.optim.Optimizer | None)
     return engine.last_step
 
 
@@ -60,7 +60,7 @@ def mistakes(model: torch.nn.Module) -> None:
     initialize(model=3)  # type: ignore[arg-type]
     initialize(model=model, config=3)  # type: ignore[arg-type]
     initialize(model=model, on_step="trace.jsonl")  # type: ignore[arg-type]
-    initialize(model=model, zero=True)  # type: ignore[call-arg]
+    initialize(model=model, zero=True)  # type: ignore[arg-type]
     attach(model, policy=3)  # type: ignore[arg-type]
     DynamicLossScaler(2.0**16)  # type: ignore[call-arg]
     CreateLossScaler("float16", 1.0, False, None)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from preamp.record.mismatch import Mismatch
 from preamp.torch import (
     GradScaler,
     Lens,
-    LossScaleOptimizer,
+    MasterWeights,
     ShardedGradScaler,
     amp,
     autocast,
@@ -82,27 +82,16 @@ class Square(torch.autograd.Function):
         return gradients[0]
 
 
-def optimize(model: torch.nn.Module, loss: torch.Tensor) -> torch.optim.Optimizer:
-    optimizer = LossScaleOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        dynamic_growth_steps=100,
-        clipnorm=1.0,
-        master_weights=True,
-    )
-    optimizer.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    assert_type(optimizer.loss_scale, float)
-    assert_type(optimizer.last_step, Step | None)
-    assert_type(optimizer.policy, Policy[Any])
-    assert_type(optimizer.skipped_steps, int)
-    assert_type(optimizer.scale_loss(loss), torch.Tensor)
-    assert_type(optimizer.inner_optimizer, torch.optim.Optimizer)
-    assert_type(optimizer.clipnorm, float | None)
-    assert_type(optimizer.iterations, int)
-    with optimizer.averaged():
-        model.eval()
-    return optimizer
+def half(model: torch.nn.Module, loss: torch.Tensor, scaler: GradScaler) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    masters = MasterWeights(optimizer)
+    scaler.scale(loss).backward()
+    masters.take_gradients()
+    scaler.step(optimizer)
+    masters.write_back()
+    masters.load_state_dict(masters.state_dict())
+    assert_type(masters.weights, list[tuple[torch.Tensor, torch.Tensor]])
+    return masters.state_dict()
 
 
 def snapshot(model: torch.nn.Module, scaler: GradScaler) -> None:
@@ -132,9 +121,8 @@ def mistakes(model: torch.nn.Module, scaler: GradScaler, optimizer: torch.optim.
     autocast()  # type: ignore[call-arg]
     decorated("x")  # type: ignore[arg-type]
     custom_fwd()  # type: ignore[call-overload]
-    LossScaleOptimizer(model)  # type: ignore[arg-type]
-    LossScaleOptimizer(optimizer, clipnorm="1")  # type: ignore[arg-type]
-    LossScaleOptimizer(optimizer, unknown=1)  # type: ignore[call-arg]
+    MasterWeights(model)  # type: ignore[arg-type]
+    MasterWeights(optimizer, unknown=1)  # type: ignore[call-arg]
     Lens(scaler)  # type: ignore[arg-type]
     Lens(model, on_snapshot=3)  # type: ignore[arg-type]
     mismatch([0.0], torch.zeros(1))  # type: ignore[arg-type]

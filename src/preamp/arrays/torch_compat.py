@@ -48,7 +48,6 @@ def mark_constant(function: Any) -> None:
 
 # PyTorch's optimizers are made of these. Since before 2.6; nothing works without.
 foreach_copy_ = torch._foreach_copy_
-foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from preamp.arrays.torch import HALF_DTYPES
 from preamp.errors import UsageError
 from preamp.torch.scaling.ranks import number_of_ranks
 
+PORT = "29500"  # where DeepSpeed's rank 0 listens by default
 BUCKET = 2**25  # entries that are averaged in one all-reduce
 ABSENT, DENSE, SPARSE = range(3)
 
@@ -28,28 +28,15 @@ def rank() -> int:
     return dist.get_rank() if number_of_ranks() > 1 else 0
 
 
-def join(device: torch.device, required: bool | None, port: int) -> None:
+def join(device: torch.device) -> None:
     """Join the other processes that a launcher started, unless that has been done.
 
     Args:
         device: of this rank's model; determines the communication backend.
-        required: False: the caller initializes `torch.distributed`. True: initialize it even if the launcher
-            started no other process.
-        port: where rank 0 listens if the launcher names no port.
-
-    Raises:
-        UsageError: for `required=False` with several processes that nobody has initialized.
     """
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if not dist.is_available() or dist.is_initialized() or not (required or started > 1):
-        return
-    if required is False:
-        raise UsageError(
-            f"the launcher started {started} processes, and each would train alone. Write "
-            "torch.distributed.init_process_group() first, or leave out dist_init_required=False."
-        )
-    os.environ.setdefault("MASTER_PORT", str(port))
-    dist.init_process_group(dist.get_default_backend_for_device(device))
+    if dist.is_available() and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os.environ.setdefault("MASTER_PORT", PORT)
+        dist.init_process_group(dist.get_default_backend_for_device(device))
 
 
 @torch.no_grad()
@@ -115,15 +102,6 @@ def average_gradients(parameters: Sequence[Tensor]) -> None:
             gradient.copy_(mean.view_as(gradient))
 
 
-def all_agree(done: bool, device: torch.device) -> bool:
-    """Return whether something was done on every rank, once all have tried."""
-    if number_of_ranks() == 1:
-        return done
-    failures = torch.tensor([not done], dtype=torch.int32, device=device)
-    dist.all_reduce(failures)
-    return failures.item() == 0
-
-
 def _kind(gradient: Tensor | None) -> int:
     if gradient is None:
         return ABSENT
@@ -132,8 +110,7 @@ def _kind(gradient: Tensor | None) -> int:
 
 def _gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
-        dtype = torch.float32 if parameter.dtype in HALF_DTYPES else parameter.dtype
-        parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+        parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
 
 

@@ -139,7 +139,6 @@ def _check(inner: keras.Optimizer, new: dict[str, Any]) -> None:
         after["ema_momentum"],
         after["ema_overwrite_frequency"],
         after["gradient_accumulation_steps"],
-        fewest=2,
     )
     if not isinstance(after["use_ema"], bool):
         raise PolicyError(f"use_ema={after['use_ema']!r} is neither True nor False. Write use_ema=True.")

@@ -172,15 +172,13 @@ def check_averaging(
     ema_momentum: object,
     ema_overwrite_frequency: object,
     gradient_accumulation_steps: object,
-    *,
-    fewest: int = 1,
 ) -> None:
     """Refuse a momentum outside 0 to 1, and counts that are not whole numbers above 0."""
     if not (is_number(ema_momentum) and 0.0 <= ema_momentum <= 1.0):
         raise PolicyError(f"ema_momentum={ema_momentum!r} is not in [0, 1]. Write ema_momentum=0.99.")
     for name, value, least in (
         ("ema_overwrite_frequency", ema_overwrite_frequency, 1),
-        ("gradient_accumulation_steps", gradient_accumulation_steps, fewest),
+        ("gradient_accumulation_steps", gradient_accumulation_steps, 2),
     ):
         if value is not None:
             whole(name, value, least=least, instead=f"{name}=None")

@@ -20,13 +20,13 @@ from preamp.torch.lens.lens import Lens
 from preamp.torch.machine import check
 from preamp.torch.sampler_mismatch import mismatch
 from preamp.torch.scaling.grad_scaler import GradScaler
-from preamp.torch.scaling.loss_scale_optimizer import LossScaleOptimizer
+from preamp.torch.scaling.master_weights import MasterWeights
 from preamp.torch.scaling.sharded_grad_scaler import ShardedGradScaler
 
 __all__ = [
     "GradScaler",
     "Lens",
-    "LossScaleOptimizer",
+    "MasterWeights",
     "ShardedGradScaler",
     "amp",
     "autocast",

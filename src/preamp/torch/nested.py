@@ -1,4 +1,4 @@
-"""Map functions over nested tensors, and check losses and shapes."""
+"""Map functions over nested tensors, and say what to write for a loss that is none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from preamp.checks import shown
-from preamp.errors import PolicyError, UsageError
 
 T = TypeVar("T")
 
@@ -47,23 +46,6 @@ def _mapped(function: Callable[[Tensor], Tensor], outputs: Any) -> Any:
     return type(outputs)(items) if isinstance(outputs, (list, tuple)) else items
 
 
-def require_tensor(loss: Any, line: str) -> None:
-    """Refuse a loss that is not a tensor, such as a Python number.
-
-    Args:
-        loss: what was given.
-        line: the call to write instead, for the error message, with {} for the loss.
-
-    Raises:
-        UsageError: naming the loss.
-    """
-    if not isinstance(loss, Tensor):
-        raise UsageError(
-            f"the loss is {shown(loss)}, a {type(loss).__name__} and not a tensor, so it has no gradient. "
-            f"{how_to_write(loss, line)}"
-        )
-
-
 def how_to_write(loss: Any, line: str) -> str:
     """Return the likeliest remedy for a loss that is not a tensor with one element.
 
@@ -88,30 +70,3 @@ def how_to_write(loss: Any, line: str) -> str:
         f"Write {line.format('loss')} with the tensor that was computed from the model's outputs, without "
         ".item() or float()."
     )
-
-
-def check_shapes(
-    name: str, saved: Any, tensors: Sequence[Tensor], *, may_lack: bool = False, all_of_them: bool = False
-) -> None:
-    """Refuse saved tensors whose shapes differ from those of the first of some tensors.
-
-    Args:
-        name: what they are, for the message.
-        saved: the value of a checkpoint.
-        tensors: the tensors that they have to fit.
-        may_lack: whether None may stand for a tensor.
-        all_of_them: whether there must be as many.
-
-    Raises:
-        PolicyError: naming the shapes of both.
-    """
-    values = saved if isinstance(saved, list | tuple) else [saved]
-    ours = [tuple(tensor.shape) for tensor in tensors]
-    theirs = [tuple(value.shape) if isinstance(value, Tensor) else value for value in values]
-    pairs = zip(theirs, ours, strict=False)
-    fit = all(shape == our or (may_lack and shape is None) for shape, our in pairs)
-    if not fit or len(theirs) > len(ours) or (all_of_them and len(theirs) < len(ours)):
-        raise PolicyError(
-            f"the checkpoint has {name} of shapes {shown(theirs)}, the optimizer of {shown(ours)}. "
-            "Make the same optimizer as when the checkpoint was written."
-        )

@@ -9,17 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from preamp.errors import ConfigError
 
-NAMES = {  # DeepSpeed's names of a precision
-    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
-}
-
-
-def cast_model(model: nn.Module, dtype: torch.dtype, buffers: torch.dtype | None) -> None:
-    """Convert parameters to half precision, and buffers only if a dtype is given for them, as DeepSpeed does.
+def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert parameters to half precision, and leave buffers as they are, as DeepSpeed does.
 
     Tables of positions or frequencies would lose too much in float16. The statistics of a batch norm follow
     its parameters, because PyTorch requires it. Complex numbers have no half precision and stay.
@@ -27,21 +19,12 @@ def cast_model(model: nn.Module, dtype: torch.dtype, buffers: torch.dtype | None
     Args:
         model: whose parameters stay the same objects.
         dtype: float16 or bfloat16.
-        buffers: for floating-point buffers. None: they stay as they are.
     """
     norms = nn.modules.batchnorm._NormBase
     kept = [(module, dict(module._buffers)) for module in model.modules() if not isinstance(module, norms)]
     model.half() if dtype is torch.float16 else model.bfloat16()
     for module, tensors in kept:
-        module._buffers.update(tensors if buffers is None else to_precision(tensors, buffers))
-
-
-def dtype_named(name: object) -> torch.dtype:
-    """Return the dtype for one of DeepSpeed's names."""
-    dtype = NAMES.get(str(name).removeprefix("torch."))
-    if dtype is None:
-        raise ConfigError(f'data_types.buffer_dtype: {name!r} is unknown. Write "buffer_dtype": "fp32".')
-    return dtype
+        module._buffers.update(tensors)
 
 
 def to_precision(inputs: object, dtype: torch.dtype) -> Any:

@@ -136,7 +136,7 @@ def _section(value: object) -> Mapping[str, Any]:
 
 
 def _typed_section(value: Any) -> Mapping[str, Any]:
-    """Return the section of an optimizer or a scheduler."""
+    """Return the section of an optimizer."""
     if not isinstance(_section(value).get("type"), str):
         raise ValueError('has no "type"')
     _section(value.get("params", {}))
@@ -166,7 +166,7 @@ activation_checkpointing aio autotuning checkpoint comet comms_logger communicat
 csv_monitor data_efficiency data_parallel_size data_types dataloader_drop_last datastates_ckpt
 disable_allgather disable_python_gc dump_state expert_parallel flops_profiler gradient_allreduce_op
 gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation memory_breakdown pipeline
-prescale_gradients seq_parallel_communication_data_type sequence_parallel_size steps_per_print
+prescale_gradients scheduler seq_parallel_communication_data_type sequence_parallel_size steps_per_print
 tensor_parallel tensorboard timers use_data_before_expert_parallelism vocabulary_size
 wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
 """
@@ -215,7 +215,6 @@ TOP = {
     "train_micro_batch_size_per_gpu": Key(_COUNT, None, example=8),
     "gradient_accumulation_steps": Key(_COUNT, None, example=1),
     "optimizer": Key(_typed_section, None, example={"type": "AdamW", "params": {"lr": 0.001}}),
-    "scheduler": Key(_typed_section, None, example={"type": "WarmupLR", "params": {}}),
     "zero_optimization": Key(_zero, None, example={"stage": 0}),
 } | dict.fromkeys(NOT_USED.split(), Key(_anything, None, ignored=True))
 

@@ -172,7 +172,7 @@ def _places_in(section: str, given: Mapping[str, Any]) -> Iterator[Place]:
     if section in SECTIONS:
         known = by_name(SECTIONS[section])
         yield from ((name,) for name, value in given.items() if name in known and _is_blank(value))
-    elif section in ("optimizer", "scheduler") and isinstance(given.get("params"), Mapping):
+    elif section == "optimizer" and isinstance(given.get("params"), Mapping):
         yield from (("params", name) for name, value in given["params"].items() if _is_blank(value))
 
 

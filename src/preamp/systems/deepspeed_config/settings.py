@@ -21,7 +21,6 @@ AS_READ = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
     "optimizer",
-    "scheduler",
     "zero_optimization",
 )
 
@@ -40,7 +39,6 @@ class Settings:
         train_micro_batch_size_per_gpu: samples per backward pass of one rank, or None.
         gradient_accumulation_steps: backward passes per update, or None.
         optimizer: the section of that name as read, with `type` and `params`.
-        scheduler: the section of that name as read, with `type` and `params`.
         zero_optimization: the section of that name as read.
         ignored: the values, as read, of DeepSpeed's keys that have no counterpart in preamp, by name; a key
             in a section by "section.name".
@@ -55,7 +53,6 @@ class Settings:
     train_micro_batch_size_per_gpu: int | None = None
     gradient_accumulation_steps: int | None = None
     optimizer: Mapping[str, Any] | None = None
-    scheduler: Mapping[str, Any] | None = None
     zero_optimization: Mapping[str, Any] | None = None
     ignored: Mapping[str, Any] = field(default_factory=dict)
 

@@ -26,7 +26,6 @@ from preamp.record.exponents import BANDS
 from preamp.record.snapshots import Snapshot
 from preamp.torch.lens.recorder import PassRecorder, dtype_name, inner_of, tensors_in
 from preamp.torch.scaling.grad_scaler import GradScaler
-from preamp.torch.scaling.loss_scale_optimizer import LossScaleOptimizer
 
 
 class Lens:
@@ -60,8 +59,7 @@ class Lens:
     Args:
         model: the model that the training loop calls: bare, wrapped by DDP, or by `torch.compile`.
         every: passes from one sample to the next; the first one is sampled.
-        scaler: what scales the loss: a `GradScaler`, PyTorch's own, or a `LossScaleOptimizer`. None if the
-            loss is not scaled.
+        scaler: what scales the loss: a `GradScaler`, or PyTorch's own. None if the loss is not scaled.
         on_snapshot: called with every `Snapshot`; `trace.add_snapshot` is such a callable.
         low_dtype: the low precision, as a dtype or its name. None: autocast's dtype, or the narrowest among
             the recorded values, or float16.
@@ -89,19 +87,20 @@ class Lens:
         model: torch.nn.Module,
         every: int = 100,
         *,
-        scaler: torch.amp.GradScaler | LossScaleOptimizer | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         on_snapshot: Callable[[Snapshot], object] | None = None,
         low_dtype: str | torch.dtype | None = None,
         activations: bool = True,
     ) -> None:
         _check_model(model)
+        if not (scaler is None or isinstance(scaler, torch.amp.GradScaler)):
+            raise PolicyError(f"scaler={scaler!r} has no loss scale. Write scaler=GradScaler().")
         whole("every", every, least=1, instead="every=100")
         callable_or_none("on_snapshot", on_snapshot, "on_snapshot=trace.add_snapshot, or any function")
         self.every: int = every
         self.on_snapshot = on_snapshot
         self._model, self._activations = model, activations
-        self._scaler, self._low_dtype = _scaler(scaler), _low_dtype(low_dtype)
-        self._stepping = scaler if isinstance(scaler, (GradScaler, LossScaleOptimizer)) else None
+        self._scaler, self._low_dtype = scaler, _low_dtype(low_dtype)
         self._passes = 0
         self._streak = False  # whether the present row of skipped steps has been sampled
         self._last: Snapshot | None = None
@@ -152,7 +151,7 @@ class Lens:
 
     def _after_skip(self) -> bool:
         """Return whether the latest step was the first of a row of skipped steps."""
-        before, self._streak = self._streak, _has_skipped(self._stepping)
+        before, self._streak = self._streak, _has_skipped(self._scaler)
         return self._streak and not before
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -312,11 +311,9 @@ def _is_inside() -> bool:
     return is_in_backward() or is_in_transform()
 
 
-def _has_skipped(scaler: GradScaler | LossScaleOptimizer | None) -> bool:
+def _has_skipped(scaler: torch.amp.GradScaler | None) -> bool:
     """Return whether the latest step was skipped; False if that is only known on the device."""
-    if isinstance(scaler, GradScaler):
-        return not scaler._loss_scale.on_device and scaler._has_skipped()
-    return scaler is not None and scaler.last_step is not None and scaler.last_step.skipped
+    return isinstance(scaler, GradScaler) and not scaler._loss_scale.on_device and scaler._has_skipped()
 
 
 def _check_model(model: object) -> None:
@@ -336,15 +333,6 @@ def _check_model(model: object) -> None:
             "model.compile() hides the calls of the model. Write compiled = torch.compile(model) instead, "
             "train that, and write Lens(compiled)."
         )
-
-
-def _scaler(scaler: object) -> torch.amp.GradScaler | None:
-    inner = scaler.scaler if isinstance(scaler, LossScaleOptimizer) else scaler
-    if inner is None or isinstance(inner, torch.amp.GradScaler):
-        return inner
-    raise PolicyError(
-        f"scaler={scaler!r} has no loss scale. Write scaler=GradScaler(), or a LossScaleOptimizer."
-    )
 
 
 def _low_dtype(low_dtype: object) -> str | None:

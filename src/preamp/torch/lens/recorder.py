@@ -194,7 +194,7 @@ class PassRecorder:
         """Keep the scale that is in the loss, before the scaler's next update changes it. Reads nothing."""
         scaler = self._scaler
         if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
-            self._scale = scaler._scale * getattr(scaler, "_loss_factor", 1.0)
+            self._scale = scaler._scale.clone()
         index = getattr(scaler, "_steps", self._index)
         self._index = index.clone() if isinstance(index, Tensor) else index
 

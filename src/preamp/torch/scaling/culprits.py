@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from preamp.torch.scaling.optimizers import OptimizerLike
+from preamp.torch.scaling.optimizers import OptimizerLike, parameters_of
 
 COMPILED = "CompiledFunctionBackward"  # the node of a graph that torch.compile has made
 
@@ -41,6 +41,10 @@ def names(optimizer: OptimizerLike, model: nn.Module | None = None) -> dict[int,
             named[id(parameter)] = known[index] if index < len(known) else expression
     if model is not None:
         named |= {id(parameter): name for name, parameter in model.named_parameters()}
+        for parameter in parameters_of(optimizer):
+            original = getattr(parameter, "master_of", None)  # of a copy that `MasterWeights` made
+            if original is not None:
+                named[id(parameter)] = named.get(id(original), named[id(parameter)])
     return named
 
 

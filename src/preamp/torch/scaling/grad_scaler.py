@@ -37,7 +37,7 @@ from preamp.checks import (
 from preamp.errors import PolicyError, UsageError
 from preamp.guards import Guard
 from preamp.policy import Dynamic, Policy
-from preamp.scaling import Measured, Spike, Step, given_guard, with_rules
+from preamp.scaling import Measured, Step, given_guard, with_rules
 from preamp.systems.arguments import warn_if_out_of_bounds
 from preamp.torch.nested import map_tensors
 from preamp.torch.scaling.buffers import Buffers, Ruined, some_are_ruined, statistics_in
@@ -90,6 +90,7 @@ from preamp.torch.scaling.undo import Snapshot, init_optimizer_state, step_where
 
 R = TypeVar("R", bound="Step | None")
 T = TypeVar("T")
+SCALES = "scaler.scale(loss).backward()"  # what the user of this scaler writes
 MAX_DIVISOR = 2.0**100  # well below 2**126, above which a float32 reciprocal is subnormal, and flushed to 0
 
 
@@ -335,12 +336,6 @@ class GradScaler(torch.amp.GradScaler):
         # Other ranks may scale the loss, and graphs do without being heard of: then it cannot be told.
         self._notices_unscaled = process_group is None and reduce is None and not capturable
         self._changed_by: str | None = None  # what changed the scale after a loss was scaled with another
-        # Set by `LossScaleOptimizer`, which is a GradScaler and an optimizer in one.
-        self._loss_factor = 1.0  # a constant in every loss, besides the scale
-        self._always_reads = False
-        self._warns_of_small_eps = True
-        self._how_to_scale = "scaler.scale(loss).backward()"  # what the user of this scaler writes
-        self._how_to_restore = f"{type(self).__name__}(..., model=model, restore_buffers=True)"
         self._statistics: list[weakref.ref[Tensor]] = []  # of batch norms, where there is no model to ask
         self._warns_of_ruined = not (restore_buffers or capturable)
 
@@ -657,9 +652,7 @@ class GradScaler(torch.amp.GradScaler):
         self._inspected.add(id(optimizer))
         if not self._meter.agreement.always:
             _warn_of_shards(optimizer)
-        if self._warns_of_small_eps:
-            instead = "train float32 weights, or LossScaleOptimizer(..., master_weights=True)"
-            warn_of_small_eps(optimizer, range(len(optimizer.param_groups)), instead)
+        warn_of_small_eps(optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._states:
@@ -758,7 +751,7 @@ class GradScaler(torch.amp.GradScaler):
         found = arithmetic.unscale_(tensors, inv_scale, found_inf)
         arithmetic.note_writing(gradients.tensors)
         scale = self._known_scale()
-        if gradients.tensors and (done or (scale is not None and scale * self._loss_factor < 1.0)):
+        if gradients.tensors and (done or (scale is not None and scale < 1.0)):
             # The kernel has not checked what was unscaled before, nor the results of dividing by less than 1.
             if scale is None:
                 fits: Any = gradients.fit(gradients.largest(), torch.ones_like(found_inf))
@@ -867,7 +860,7 @@ class GradScaler(torch.amp.GradScaler):
         norm = found.norm
         if losses is not None and found.loss is None:
             raise UsageError(
-                f"{self.guard!r} needs the loss, and no rank has scaled one. Write {self._how_to_scale} on "
+                f"{self.guard!r} needs the loss, and no rank has scaled one. Write {SCALES} on "
                 "the ranks that compute it."
             )
         found = Found(finite, norm, found.stats, found.sizes, loss if losses is None else found.loss)
@@ -960,9 +953,8 @@ class GradScaler(torch.amp.GradScaler):
         constant = state.preset()
         if isinstance(self._loss_scale, HostScale):
             host: float = self._loss_scale.state.policy_state.scale
-            return host, (host * self._loss_factor if scaled else 1.0) * float(constant)
+            return host, (host if scaled else 1.0) * float(constant)
         scale = self._loss_scale.snapshot()
-        constant = constant * (self._loss_factor if scaled else 1.0)
         divisor = scale if scaled else torch.ones_like(scale)
         if isinstance(constant, Tensor) or constant != 1.0:
             divisor = divisor * constant
@@ -978,7 +970,7 @@ class GradScaler(torch.amp.GradScaler):
         kwargs: dict[str, Any],
     ) -> Callable[[], Any]:
         """Divide the gradients, or let a fused optimizer do it; return a callable that steps, or skips."""
-        if self.on_step is not None or self._always_reads:
+        if self.on_step is not None:
             self._losses.read()  # beside the flag: later the host would wait for the optimizer
         taken = state.measured is not None and bool(state.measured.taken)
         if taken and state.fused:
@@ -1052,7 +1044,7 @@ class GradScaler(torch.amp.GradScaler):
             with torch.enable_grad():
                 loss = closure()
             if self._scalings == scalings:
-                raise UsageError(f"the closure did not scale its loss. Write {self._how_to_scale} in it.")
+                raise UsageError(f"the closure did not scale its loss. Write {SCALES} in it.")
             gradients, divisor = self._measure_and_clip(
                 optimizer, state, clip, on_device=False, together=True
             )
@@ -1095,25 +1087,6 @@ class GradScaler(torch.amp.GradScaler):
         if clip.max_norm is not None and norm is not None and norm > clip.max_norm:
             arithmetic.multiply_(gradients.tensors, clip.max_norm / norm)
         return finite, norm
-
-    def _judge_mean(
-        self, optimizer: OptimizerLike, finite: bool, norm: float | None, loss: float | None
-    ) -> Spike | None:
-        """Have the guard decide about an update with accumulated gradients that are not scaled.
-
-        Args:
-            optimizer: their owner.
-            finite: whether they are, on all ranks.
-            norm: over all ranks.
-            loss: of this rank.
-        """
-        assert self._guarding is not None  # the caller asked
-        if loss is not None:
-            loss = float(mean_over_ranks(loss, torch.device(self._device), self._guarding.loss_group))
-        measured = MeasuredGradients(self._loss_scale.snapshot(), finite, norm)
-        measured.guard = self._guarding.judge(optimizer, measured, loss)
-        self._guarding.commit()
-        return measured.read().spike()
 
     def _step_passing_grad_scaler(
         self,
@@ -1175,8 +1148,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _scale_again(self, optimizer: OptimizerLike) -> None:
         """Multiply gradients that were unscaled for a step which then failed."""
-        factor = self._require_scale("step") * self._loss_factor
-        arithmetic.multiply_(gather(optimizer).tensors, factor)
+        arithmetic.multiply_(gather(optimizer).tensors, self._require_scale("step"))
         state = self._states[id(optimizer)]
         state.stage = OptState.READY
         self._note_failure(optimizer, state)
@@ -1321,7 +1293,7 @@ class GradScaler(torch.amp.GradScaler):
         agreement = self._meter.agreement
         group = guarding.loss_group
         lacks = self._loss_is_elsewhere() and number_of_ranks(group) > 1
-        loss = loss_of(self._losses, self._how_to_scale, guarding.guard, may_lack=lacks)
+        loss = loss_of(self._losses, SCALES, guarding.guard, may_lack=lacks)
         if joins and agreement.needed(gradients.meshes) and agreement.is_over(group, gradients.meshes):
             return None, loss_and_count(loss, device)
         return mean_over_ranks(loss, device, group), None
@@ -1329,9 +1301,8 @@ class GradScaler(torch.amp.GradScaler):
     def _inverse(self, scale: Tensor) -> Tensor:
         known = self._known_scale()
         if known is None:
-            wide = scale.to(widest(scale.device))
-            return (wide * self._loss_factor).reciprocal().float()
-        return _number(1.0 / (known * self._loss_factor), scale.device)
+            return scale.to(widest(scale.device)).reciprocal().float()
+        return _number(1.0 / known, scale.device)
 
     def _stays_on_device(self, optimizer: OptimizerLike, state: OptimizerState) -> bool:
         """Return whether nothing needs to be read on the host.
@@ -1340,7 +1311,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._capturable:
             return True
-        if not state.fused or self._gives_up or self._always_reads:
+        if not state.fused or self._gives_up:
             return False
         if self._buffers is not None and self._buffers.restores:
             return False
@@ -1427,8 +1398,7 @@ class GradScaler(torch.amp.GradScaler):
                     self._statistics = statistics_in(output.grad_fn)
         wide = output.float() if output.dtype is torch.float16 else output
         scale: Any = self._loss_scale.tensor
-        scaled: Tensor = wide * scale.to(output.device, non_blocking=True)
-        return scaled if self._loss_factor == 1.0 else scaled * self._loss_factor
+        return wide * scale.to(output.device, non_blocking=True)  # type: ignore[no-any-return]
 
     def _require_scale(self, caller: str) -> Tensor:
         if self._loss_scale.tensor is None and self._loss_is_elsewhere():
@@ -1507,7 +1477,7 @@ class GradScaler(torch.amp.GradScaler):
         self._notices_unscaled = False
         warnings.warn(
             "no loss was scaled before this step, so it divided the gradients by a scale that they were not "
-            f"multiplied with. Write {self._how_to_scale}. With several optimizers, call update() once, "
+            f"multiplied with. Write {SCALES}. With several optimizers, call update() once, "
             "after the last of their steps. If you multiply the loss by get_scale() yourself, ignore this.",
             UserWarning,
             stacklevel=level_of_caller("torch", "deepspeed"),
@@ -1573,10 +1543,13 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._warns_of_ruined = False
         found = some_of(names) or "the running statistics of BatchNorm"
+        remedy = "restore_buffers=True beside model=model"
+        if self._buffers is None:
+            remedy = f"{type(self).__name__}(..., model=model, restore_buffers=True)"
         warnings.warn(
             f"a skipped step left inf or NaN in {found}, and nothing restores them. The weights are "
             "unharmed, but in evaluation the model gives NaN, and so does an average of it that takes over "
-            f"its buffers, such as AveragedModel. Write {self._how_to_restore}.",
+            f"its buffers, such as AveragedModel. Write {remedy}.",
             UserWarning,
             stacklevel=level_of_caller("torch", "deepspeed"),
         )

@@ -229,16 +229,6 @@ class GradientMeter:
         overflows = summed[0]
         return {place: (overflows > 0.0).to(place, torch.float32) for place in found}, stats
 
-    def norm_of_each(self, gradients: Gradients) -> Tensor:
-        """Return the L2 norm of each gradient, unread; of a DTensor that of the whole."""
-        norms = gradients.norms().to(torch.float32)
-        if gradients.shares is None:
-            return norms
-        self.agreement.refuse_norm(gradients.meshes)
-        shares = torch.tensor(gradients.shares, device=norms.device)
-        squares = norms.to(widest(norms.device)).square() * shares
-        return self.agreement.over_meshes(squares, gradients.meshes).sqrt().to(norms)
-
     def _read(
         self,
         gradients: Gradients,
@@ -492,13 +482,12 @@ class Losses:
 
     def __init__(self) -> None:
         self.sum: UnreadLoss | float | None = None
-        self._is_known = self._is_wanted = True
+        self._is_known = True
         self.in_graphs: Tensor | None = None  # of losses in compiled code
         self.keeps_in_graphs = False
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"_is_wanted": self._is_wanted, "keeps_in_graphs": self.keeps_in_graphs}
-        return {"sum": None, "_is_known": True, "in_graphs": None, **kept}
+        return {"sum": None, "_is_known": True, "in_graphs": None, "keeps_in_graphs": self.keeps_in_graphs}
 
     def __copy__(self) -> Losses:
         twin = Losses()
@@ -510,10 +499,6 @@ class Losses:
         """Whether no loss was scaled."""
         return self.sum is None and self._is_known
 
-    def stop(self) -> None:
-        """Keep no loss from now on, where asking for it would be a read of its own."""
-        self._is_wanted = False
-
     def add(self, loss: Any) -> None:
         """Add a loss that is about to be scaled. It is not read."""
         if not torch.is_grad_enabled():  # of a validation
@@ -523,7 +508,7 @@ class Losses:
                 number = loss.detach().float().view(())
                 self.in_graphs = number if self.in_graphs is None else self.in_graphs + number
             return
-        if not (self._is_wanted and self._is_known):
+        if not self._is_known:
             return
         is_number = type(loss) is Tensor and loss.numel() == 1 and not loss.is_complex()
         was_changed = isinstance(self.sum, UnreadLoss) and not self.sum.is_unchanged()

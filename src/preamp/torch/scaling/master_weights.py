@@ -1,93 +1,156 @@
-"""float32 copies of float16 and bfloat16 parameters, for an optimizer to work on.
+"""float32 copies of an optimizer's float16 and bfloat16 parameters.
 
-An update that is small beside its weight is lost in float16; the copy keeps it.
+An update that is small beside its weight is lost in half precision; the copy keeps it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from preamp.arrays.torch import HALF_DTYPES
-from preamp.torch.nested import check_shapes
-from preamp.torch.scaling.optimizers import OptimizerLike
+from preamp.checks import shown
+from preamp.errors import PolicyError, UsageError
 
 
 class MasterWeights:
-    """The masters of one optimizer, put in the place of its half-precision parameters.
+    """Have an optimizer update float32 copies of its float16 and bfloat16 parameters.
+
+    The optimizer's groups then hold the copies in place of those parameters, and its state is float32. Two
+    calls are added to the training step, with a scaler or without:
+
+    - `take_gradients()` after `backward()`, before `scaler.unscale_` and `scaler.step`;
+    - `write_back()` after the optimizer's step, taken or skipped.
+
+    Weights that are loaded into the model are taken over. Other parameters stay as they are, and parameters
+    that `add_param_group` adds later get copies too.
+
+    Args:
+        optimizer: any optimizer of PyTorch that reads its parameters from its groups, which LBFGS does not.
 
     Attributes:
-        weights: pairs of a model's parameter and its float32 master.
+        weights: pairs of a model's parameter and its float32 copy, which has the same shape and device.
+
+    Raises:
+        UsageError: for what is not such an optimizer; from the optimizer's `step`, if gradients were not
+            taken; and from `take_gradients`, if the step before was not written back.
+
+    >>> import torch
+    >>> from preamp.torch import GradScaler, MasterWeights
+    >>> model = torch.nn.Linear(1, 1, bias=False).half()
+    >>> _ = torch.nn.init.ones_(model.weight)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    >>> masters, scaler = MasterWeights(optimizer), GradScaler("cpu")
+    >>> for _ in range(100):
+    ...     scaler.scale(model(torch.ones(1, 1).half()).float().sum()).backward()
+    ...     masters.take_gradients()
+    ...     scaler.step(optimizer, max_norm=1.0)
+    ...     masters.write_back()
+    ...     scaler.update()
+    >>> round(model.weight.item(), 3)  # without the copy it is 1.0: float16 has no 0.9999
+    0.99
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                f"optimizer={shown(optimizer)} is not an optimizer whose parameters can be replaced. "
+                "Write MasterWeights(torch.optim.AdamW(model.parameters()))."
+            )
         self.weights: list[tuple[Tensor, Tensor]] = []
-        self._versions: list[int] = []
-
-    def replace(self, optimizer: OptimizerLike, group: dict[str, Any]) -> None:
-        """Replace the half-precision parameters of a group; state they have goes over to the masters."""
-        for index, parameter in enumerate(group["params"]):
-            if parameter.dtype in HALF_DTYPES:
-                master = torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
-                group["params"][index] = master
-                if parameter in optimizer.state:
-                    optimizer.state[master] = _widened(optimizer.state.pop(parameter))
-                self.weights.append((parameter, master))
-                self._versions.append(parameter._version)
+        self._optimizer = optimizer
+        self._versions: list[int] = []  # of the model's parameters, when they last had the copies' values
+        self._has_stepped = False  # and was not written back
+        self._replace()
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
 
     def take_gradients(self) -> None:
-        """Move each gradient from a parameter to its master, in float32, still scaled."""
-        self.follow()
+        """Move the gradients, still scaled, from the model's parameters to the copies, in float32.
+
+        They are added to what is there, so several micro-steps add up in float32, each with a call of its
+        own.
+        """
+        if self._has_stepped:
+            raise UsageError(
+                "the optimizer's last step has not reached the model. Write masters.write_back() after it."
+            )
+        self._follow()
         for parameter, master in self.weights:
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
+            if parameter.grad is not None:
+                gradient = parameter.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                parameter.grad = None
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round the masters to the model."""
+        """Round the copies to the model's parameters, and drop their gradients."""
         for parameter, master in self.weights:
             parameter.copy_(master)
+            master.grad = None
         self._versions = [parameter._version for parameter, _ in self.weights]
+        self._has_stepped = False
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Clear what backward wrote."""
-        for parameter, _ in self.weights:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the copies, for a checkpoint beside the optimizer's own state."""
+        self._follow()
+        return {"weights": [master.detach().clone() for _, master in self.weights]}
 
-    def saved(self) -> list[Tensor]:
-        """Return the masters, to be put into a checkpoint."""
-        return [master.detach().clone() for _, master in self.weights]
-
-    def check(self, saved: list[Tensor]) -> None:
-        """Refuse masters of another model.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the copies and round them to the model.
 
         Raises:
-            PolicyError: if their shapes are not the same.
+            PolicyError: for a checkpoint of other parameters. Nothing was changed.
         """
-        check_shapes("master weights", saved, [master for _, master in self.weights], all_of_them=True)
-
-    @torch.no_grad()
-    def load(self, saved: list[Tensor]) -> None:
-        """Load masters and round them to the model."""
-        for (_, master), value in zip(self.weights, saved, strict=True):
-            master.copy_(value)
+        if not isinstance(state_dict, Mapping) or "weights" not in state_dict:
+            raise PolicyError(f"{shown(state_dict)} has no weights. Load what masters.state_dict() returned.")
+        saved, masters = state_dict["weights"], [master for _, master in self.weights]
+        theirs, ours = ([tuple(weight.shape) for weight in weights] for weights in (saved, masters))
+        if theirs != ours:
+            raise PolicyError(
+                f"the checkpoint has master weights of shapes {shown(theirs)}, the optimizer of "
+                f"{shown(ours)}. Make the same optimizer as when the checkpoint was written."
+            )
+        with torch.no_grad():
+            for master, value in zip(masters, saved, strict=True):
+                master.copy_(value)
         self.write_back()
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Take over weights that others wrote into the model, such as a checkpoint that was loaded."""
+    def _follow(self) -> None:
+        """Copy parameters that were added to the groups, and weights that were written into the model."""
+        self._replace()
         for index, (parameter, master) in enumerate(self.weights):
             if parameter._version != self._versions[index]:
                 self._versions[index] = parameter._version
                 if not torch.equal(master.to(parameter.dtype), parameter):
                     master.copy_(parameter)
 
+    def _replace(self) -> None:
+        state = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter.dtype in HALF_DTYPES:
+                    master = torch.nn.Parameter(parameter.detach().float(), parameter.requires_grad)
+                    master.master_of = parameter  # type: ignore[attr-defined]  # for its name
+                    group["params"][index] = master
+                    if parameter in state:
+                        state[master] = {
+                            name: value.float() if getattr(value, "dtype", None) in HALF_DTYPES else value
+                            for name, value in state.pop(parameter).items()
+                        }
+                    self.weights.append((parameter, master))
+                    self._versions.append(parameter._version)
 
-def _widened(state: dict[str, Any]) -> dict[str, Any]:
-    half = {name for name, value in state.items() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES}
-    return {name: value.float() if name in half else value for name, value in state.items()}
+    def _before_step(self, *_: object) -> None:
+        if any(parameter.grad is not None for parameter, _ in self.weights):
+            raise UsageError(
+                "the optimizer updates float32 copies, and the model's parameters still have the gradients. "
+                "Write masters.take_gradients() between backward() and the step."
+            )
+
+    def _after_step(self, *_: object) -> None:
+        self._has_stepped = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -53,19 +53,13 @@ def evaluates_often(optimizer: OptimizerLike) -> bool:
     return not is_of_torch(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
 
 
-def warn_of_small_eps(optimizer: OptimizerLike, groups: Iterable[int], instead: str) -> None:
+def warn_of_small_eps(optimizer: OptimizerLike) -> None:
     """Warn of parameter groups whose `eps` is 0 in the dtype of their parameters.
 
     Adam and its relatives keep squares of gradients in that dtype. In float16 those of gradients below 1.7e-4
     are 0; only `eps` then keeps the update from being a division by 0.
-
-    Args:
-        optimizer: the owner of the groups.
-        groups: their numbers.
-        instead: what to write besides a larger `eps`.
     """
-    for number in groups:
-        group = optimizer.param_groups[number]
+    for number, group in enumerate(optimizer.param_groups):
         eps: Any = group.get("eps")
         computes_wide = is_of_torch(optimizer) and group.get("fused")  # in float32, rounded when stored
         if computes_wide or not (is_number(eps) and 0.0 < eps < SMALL_EPS):
@@ -76,7 +70,8 @@ def warn_of_small_eps(optimizer: OptimizerLike, groups: Iterable[int], instead: 
                 warnings.warn(
                     f"eps={eps!r} of {type(optimizer).__name__}.param_groups[{number}] is 0 in {name}, the "
                     "dtype of its parameters: where squares of gradients are 0 as well, the update divides "
-                    f"by 0 and the weights become NaN. Write eps=1e-4, or {instead}.",
+                    "by 0 and the weights become NaN. Write eps=1e-4, or MasterWeights(optimizer) with from "
+                    "preamp.torch import MasterWeights.",
                     UserWarning,
                     stacklevel=level_of_caller(),
                 )
