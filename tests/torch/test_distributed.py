@@ -418,8 +418,6 @@ def test_all_ranks_are_shown_the_peak_of_all(two, how, capturable):
     assert seen[0]["calls"] == [[f"torch.float64 [{length}]" for length in lengths]] * STEPS
 
 
-
-
 # What is refused.
 
 
