@@ -33,19 +33,6 @@ def optimizer(arguments: dict[str, Any], script: str) -> Scales:
     )
 
 
-def trained(kind: str, arguments: dict[str, Any], gradients: list[list[list[float]]]) -> list[list[float]]:
-    """Apply gradients to two variables of ones with a Keras optimizer; return all weights after each."""
-    variables = [keras.Variable(np.ones(len(gradient), "float32")) for gradient in gradients[0]]
-    inner = getattr(keras.optimizers, kind)(learning_rate=0.1, **arguments)
-    inner.build(variables)
-    weights = []
-    for step in gradients:
-        inner.apply([keras.ops.convert_to_tensor(gradient, "float32") for gradient in step], variables)
-        weights.append([float(x) for v in variables for x in keras.ops.convert_to_numpy(v)])
-    inner.finalize_variable_values(variables)
-    return [*weights, [float(x) for v in variables for x in keras.ops.convert_to_numpy(v)]]
-
-
 def policy(make: str, settings: dict[str, Any], readings: list[list[Any]]) -> list[list[float]]:
     """Advance one of our policies with `keras.ops`, compiled if it looks at gradients: it has more to do."""
     rule = from_json({"class": make, "settings": settings}, lambda name: None)
@@ -63,6 +50,4 @@ def policy(make: str, settings: dict[str, Any], readings: list[list[Any]]) -> li
 if __name__ == "__main__":
     for line in sys.stdin:
         job, *rest = json.loads(line)
-        print(
-            json.dumps({"optimizer": optimizer, "policy": policy, "trained": trained}[job](*rest)), flush=True
-        )
+        print(json.dumps({"optimizer": optimizer, "policy": policy}[job](*rest)), flush=True)
