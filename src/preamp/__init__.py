@@ -21,7 +21,6 @@ from preamp.errors import (
     UsageError,
 )
 from preamp.policy import (
-    Bounded,
     Compat,
     Dynamic,
     Headroom,
@@ -44,7 +43,6 @@ from preamp.systems import dialects
 
 __all__ = [
     "Band",
-    "Bounded",
     "CastingError",
     "CheckpointError",
     "Compat",

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import GenericAlias
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict
 
 from cyclopts import App, CycloptsError, Group, Parameter, Token
 from cyclopts.validators import Number
@@ -94,8 +93,6 @@ def _refusing_fractions(kind: Any) -> Any:
     """Return the type of a setting for cyclopts, with `_whole` to read its whole numbers."""
     if kind is int:
         return Annotated[int, Parameter(converter=_whole)]
-    if get_origin(kind) is tuple:
-        return GenericAlias(tuple, tuple(map(_refusing_fractions, get_args(kind))))
     return kind
 
 

@@ -78,10 +78,6 @@ def _help(known: Mapping[str, Field[Any]]) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(
-            " ".join(map(_shown, part)) if isinstance(part, tuple) else str(part) for part in value
-        )
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -17,14 +17,13 @@ What other systems do differently is in `Compat`; their rules are in `preamp.dia
 """
 
 from preamp.policy.base import Policy, Reading, State, Where, choose, setting
-from preamp.policy.bounded import Bounded, Compat, Moving
 from preamp.policy.dynamic import Dynamic
 from preamp.policy.headroom import Headroom, HeadroomState
+from preamp.policy.moving import Compat, Moving
 from preamp.policy.static import Static
 from preamp.policy.tolerant import Tolerant, TolerantState
 
 __all__ = [
-    "Bounded",
     "Compat",
     "Dynamic",
     "Headroom",

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeAlias, get_args
 from preamp.checks import one_of, whole
 from preamp.errors import InexactScale
 from preamp.policy.base import Scalar, State, Where, setting
-from preamp.policy.bounded import Compat, Moving
+from preamp.policy.moving import Compat, Moving
 
 Event: TypeAlias = Literal["clean", "growth"]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from preamp.checks import is_number
 from preamp.errors import PolicyError
 from preamp.policy.base import Scalar, Where, setting
-from preamp.policy.bounded import Moving
+from preamp.policy.moving import Moving
 
 
 class TolerantState(NamedTuple):
