@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from preamp.autocasting.tables import Casting
 from preamp.cli.app import app
+from preamp.cli.lab import tuned
 from preamp.cli.lab.compared import PrecisionRun, run_apart
 from preamp.errors import PreampError
 
@@ -62,13 +64,10 @@ class Lower(nn.Module):
         return nn.functional.layer_norm(x.half(), (16,))
 
 needing = nn.Sequential(nn.Linear(16, 16), Lower(), nn.Linear(16, 4))
-data, criterion = x.half(), nn.MSELoss()
+criterion = nn.MSELoss()
 
 def needs_autocast():
     return criterion(needing(x).float(), y)
-
-def of_data():
-    return nn.functional.mse_loss(half(data).float(), y)
 
 class Whole(nn.Module):
     def __init__(self):
@@ -160,26 +159,30 @@ def test_a_model_in_half_is_compared_with_one_in_float32(tmp_path, monkeypatch):
     (tmp_path / "steps.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
     reference = PrecisionRun("float32", finds_model=True)
-    done = run_apart(reference, "steps.py:in_half", "torch", "cpu", 20)
+    done = run_apart(reference, "steps.py:in_half", "torch", "cpu", 5)
     assert (done.problem, done.widened) == ("", "float16")
-    as_written = run_apart(PrecisionRun("float32"), "steps.py:in_half", "torch", "cpu", 20)
+    as_written = run_apart(PrecisionRun("float32"), "steps.py:in_half", "torch", "cpu", 5)
     (tmp_path / "steps.py").write_text(
         MODELS.replace("half_optimizer = ", "half = half.float()\nhalf_optimizer = ")
     )
-    truly = run_apart(PrecisionRun("float32"), "steps.py:in_half", "torch", "cpu", 20)
+    truly = run_apart(PrecisionRun("float32"), "steps.py:in_half", "torch", "cpu", 5)
     assert done.losses == truly.losses
     assert done.losses != as_written.losses
 
 
-def test_tune_says_that_the_weights_were_made_float32(run):
-    _, text = run("tune", "steps.py:in_half", "--dtype", "float16", "--calls", "1")
-    assert "Weights of the model are float16. In the float32 run they were made float32" in " ".join(
-        text.split()
+def test_tune_says_that_the_weights_were_made_float32(monkeypatch):
+    run = PrecisionRun("float32", widened="float16")
+    assert (
+        "Weights of the model are float16. In the float32 run they were made float32"
+        in tuned.sentences([run])[0]
     )
+    run.problem = "RuntimeError: dtypes"
+    monkeypatch.setattr(tuned, "run_apart", lambda *_: run)
+    found = SimpleNamespace(before=SimpleNamespace(dtype="float16"), casting=Casting())
     with pytest.raises(
         PreampError, match=r"fails in float32.* Weights of its model are float16.*weight.dtype"
     ):
-        run("tune", "steps.py:of_data", "--dtype", "float16", "--calls", "3")
+        tuned.train_with("steps.py:of_data", "torch", found, None, 3, emulate=False)
 
 
 @pytest.mark.parametrize("flags", [[], ["--cast"]])
