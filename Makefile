@@ -1,5 +1,6 @@
-# make train: train a real model in float16 and see what loss scaling did.
-# make test:  everything CI checks. make test-r has what needs R.
+# make train:    train a real model in float16 and see what loss scaling did.
+# make test:     what CI checks.
+# make test-all: that, the slow tests, the R package, and other releases of the frameworks. Before a release.
 # Both build .venv on the first call and go straight to work on every later one.
 
 comma := ,
@@ -23,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # XLA's own settings; releases that do not know a flag end the process.
 pytest keras-jax keras-torch test-slow: export XLA_FLAGS := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
 
-.PHONY: train test lint typecheck imports check-code pytest pytest-keras keras-jax keras-torch test-slow test-r docs fresh matrix constraints bench format clean
+.PHONY: train test test-all lint typecheck imports check-code pytest pytest-keras keras-jax keras-torch test-slow test-r docs fresh matrix constraints bench format clean
 
 train: .venv/train.stamp $(FRAMEWORK:%=.venv/with-%.stamp)
 	$(BIN)/preamp train $(ARGS)
@@ -48,7 +49,7 @@ imports: .venv/test.stamp
 	$(BIN)/lint-imports
 
 pytest: .venv/test.stamp
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 # Keras has one backend a process. pytest above runs with TensorFlow, and there alone what is the same on every backend.
 pytest-keras: keras-jax keras-torch
@@ -57,7 +58,9 @@ keras-jax keras-torch: keras-%: .venv/test.stamp
 	KERAS_BACKEND=$* $(BIN)/pytest --quiet -m 'not slow and not any_backend' $(OF_KERAS)
 
 test-slow: .venv/test.stamp
-	$(BIN)/pytest -n 2 --dist loadfile -m slow $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal -m slow $(ARGS)
+
+test-all: test test-slow test-r matrix
 
 # What a newcomer meets: an empty home, Python, pip and make; once for each supported Python that is here. It downloads
 # everything, PyTorch with CUDA among it, and takes half an hour for each. ARGS="3.12 train" is the first command, on 3.12 alone.
