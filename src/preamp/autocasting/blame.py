@@ -12,8 +12,6 @@ from typing import Any, Literal
 from preamp.autocasting.report import place
 from preamp.autocasting.text_tables import WIDTH, text_table
 
-__all__ = ["Blame", "BlameRow", "Direction", "Part", "ranked", "with_parameters"]
-
 Direction = Literal["forward", "backward"]
 Part = Literal["product", "sensitive", "other"]
 

@@ -17,8 +17,6 @@ from preamp.autocasting.tables import DEFAULT, Casting, Edit, is_inside
 from preamp.autocasting.text_tables import WIDTH
 from preamp.errors import UsageError
 
-__all__ = ["Kept", "Tuning", "tune"]
-
 MOST = 20  # rehearsals
 ENOUGH = 8.0  # unit roundoffs: the relative error of loss and gradients that is good enough
 SMALL = 0.03  # of the target: rows with less are not worth a rule
