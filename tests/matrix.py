@@ -92,13 +92,14 @@ def _jax(release: str, python: str) -> Row:
 
 
 def _keras(release: str, python: str) -> Row:
-    tests, variables = ("tests/keras",), {"KERAS_BACKEND": "jax"}
+    tests, variables = ("tests/keras",), {"KERAS_BACKEND": "jax", "KERAS_IN_FULL": "jax"}
     return Row(f"keras-{release}", python, "keras", (f"keras=={release}.*",), tests, variables=variables)
 
 
 def _tensorflow(release: str, keras: str, python: str) -> Row:
     requires = (f"tensorflow=={release}.*", f"tf_keras=={release}.*", f"keras=={keras}.*", "tensorboard")
-    tests, variables = ("tests/tensorflow", "tests/keras"), {"KERAS_BACKEND": "tensorflow"}
+    tests = ("tests/tensorflow", "tests/keras")
+    variables = {"KERAS_BACKEND": "tensorflow", "KERAS_IN_FULL": "tensorflow"}
     return Row(f"tensorflow-{release}", python, "tensorflow", requires, tests, variables=variables)
 
 

@@ -8,12 +8,19 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 BACKEND = keras.backend.backend()
 INF = float("inf")
 WAYS = ("eager", "compiled")
 Stock = keras.optimizers.LossScaleOptimizer
 Arrays = list[np.ndarray]
+
+# Beside PyTorch: with those that compile steps. JAX alone where both would show the same.
+each_backend = pytest.mark.also_on("jax", "tensorflow")
+with_jax = pytest.mark.also_on("jax")
+# Where steps are compiled, compiled ones; with PyTorch both ways: eagerly, and by `stateless_apply`.
+each_way = pytest.mark.parametrize("way", WAYS if BACKEND == "torch" else WAYS[1:])
 
 
 def tensor(value: Any, dtype: str = "float32") -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 
 from preamp.keras import LossScaleOptimizer, TraceCallback
 
-from .driving import BACKEND, record_shardings
-from .test_training import usual_first
+from .driving import BACKEND, each_backend, record_shardings, with_jax
+from .test_training import usual
 
 ROWS, BATCH = 22, 4  # the last batch has two rows
 draw = np.random.default_rng(0)
@@ -60,21 +59,14 @@ def close(found: list[Any], expected: list[float]) -> bool:
     return bool(np.allclose(np.array(found, float), expected, rtol=1e-5, atol=0.0, equal_nan=True))
 
 
-HOW = {"compiled": (True, False), "jit_compile=False": (False, False), "run_eagerly": (False, True)}
-if BACKEND == "torch":
-    del HOW["compiled"]
-QUICK = {("compiled", True), ("jit_compile=False", False), ("run_eagerly", True)}
+# How steps run, and whether losses are weighted. With PyTorch every step is one of the host.
+HOW = [(True, False, True)] if HAS_SUMS_ALONE else [(False, False, False), (False, True, True)]
 
 
-@pytest.mark.parametrize(
-    ("how", "is_weighted"),
-    [
-        pytest.param(*pair, marks=[pytest.mark.slow] * (pair not in QUICK))
-        for pair in itertools.product(HOW, (False, True))
-    ],
-)
-def test_a_loss_is_that_of_its_batch(how: str, is_weighted: bool) -> None:
-    (jit_compile, run_eagerly), weights = HOW[how], WEIGHTS if is_weighted else None
+@each_backend
+@pytest.mark.parametrize(("jit_compile", "run_eagerly", "is_weighted"), HOW)
+def test_a_loss_is_that_of_its_batch(jit_compile: bool, run_eagerly: bool, is_weighted: bool) -> None:
+    weights = WEIGHTS if is_weighted else None
     model = model_of(jit_compile, run_eagerly=run_eagerly)
     of = None if weights is None else [weights, weights]
     trace = trace_of(model, X, [Y, Y], epochs=2, sample_weight=of)
@@ -85,13 +77,11 @@ def test_a_loss_is_that_of_its_batch(how: str, is_weighted: bool) -> None:
         assert trace[-1].loss == model.optimizer.last_step.loss
 
 
-@pytest.mark.parametrize(
-    ("jit_compile", "bad"),
-    [(False, math.nan), (True, math.inf) if BACKEND != "torch" else (False, math.inf)],
-)
-def test_a_loss_that_is_not_finite_is_recorded(jit_compile: bool, bad: float) -> None:
+@each_backend
+@pytest.mark.parametrize("bad", [math.nan, math.inf] if BACKEND == "torch" else [math.inf])
+def test_a_loss_that_is_not_finite_is_recorded(bad: float) -> None:
     """The sum of the epoch does not recover from it. The next epoch has a new one."""
-    model, y = model_of(jit_compile), Y.copy()
+    model, y = model_of(HAS_SUMS_ALONE), Y.copy()
     y[2 * BATCH] = bad
     trace = trace_of(model, X, [y, y], epochs=2)
     expected = losses_of(model, X, [y, y])
@@ -105,7 +95,8 @@ def test_a_loss_that_is_not_finite_is_recorded(jit_compile: bool, bad: float) ->
             assert close(losses[3:], expected[3:])
 
 
-@usual_first
+@with_jax
+@usual
 def test_what_else_moves_the_sum_is_not_taken_for_the_batch(jit_compile: bool) -> None:
     class Evaluates(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -128,13 +119,15 @@ def test_what_else_moves_the_sum_is_not_taken_for_the_batch(jit_compile: bool) -
         assert close(found, [*expected[:3], of_all, *expected[4:]])
 
 
+@with_jax
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no steps_per_execution on PyTorch")
 def test_a_loss_between_others_is_not_known() -> None:
     trace = trace_of(model_of(True, steps_per_execution=3), X, [Y, Y])
     assert [step.loss for step in trace] == [None, None]
 
 
-@usual_first
+@with_jax
+@usual
 def test_a_small_loss_after_a_large_one_is_right_or_not_known(jit_compile: bool) -> None:
     model, y = model_of(jit_compile), Y.copy()
     y[:BATCH] = 1e6
@@ -158,6 +151,7 @@ class Own(keras.Model):
         return [self.mean]
 
 
+@with_jax
 def test_a_model_without_a_mean_of_the_loss_has_no_losses() -> None:
     inputs = keras.Input((3,))
     model = Own(inputs, keras.layers.Dense(2)(inputs))

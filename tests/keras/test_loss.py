@@ -8,7 +8,9 @@ import pytest
 
 from preamp.keras import LossScaleOptimizer
 
-from .driving import BACKEND, INF, Run, tensor
+from .driving import BACKEND, INF, Run, each_backend, tensor
+
+pytestmark = each_backend
 
 
 def run_of(way: str = "eager") -> Run:

@@ -73,9 +73,9 @@ def test_a_scale_that_jit_would_bake_in_is_refused() -> None:
     assert list(losses(ours, ours.stateless_scale_loss)) == [4.0, 8.0, 16.0, 32.0]
 
 
-@pytest.mark.parametrize("call", ["scale_loss", "apply"])
-@pytest.mark.parametrize("eagerly", [False, True])
-@pytest.mark.parametrize("factor", [None, 8.0])
+@pytest.mark.parametrize(
+    ("call", "eagerly", "factor"), [("scale_loss", False, None), ("apply", True, None), ("apply", False, 8.0)]
+)
 def test_fit_has_taken_the_scale_away_from_a_train_step(
     call: str, eagerly: bool, factor: float | None
 ) -> None:
@@ -206,8 +206,9 @@ def test_grad_and_vmap_alone_read_the_scale_of_the_moment() -> None:
         assert rows.tolist() == [0.0, 2.0 * scale]
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("way", "dtype"), [("eager", "bfloat16"), ("compiled", "float16"), ("compiled", "bfloat16")]
+)
 def test_gradients_of_each_dtype_are_unscaled_in_float32(way: str, dtype: str) -> None:
     """A gradient that float16 holds only scaled, 2**-30, moves a float32 weight."""
     optimizer, variables = of(np.zeros(2), initial_scale=2.0**15)
@@ -223,8 +224,11 @@ def test_gradients_of_each_dtype_are_unscaled_in_float32(way: str, dtype: str) -
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
-def test_an_empty_gradient_is_finite(way: str, shape: tuple[int, ...]) -> None:
+def test_an_empty_gradient_is_finite(way: str) -> None:
+    shape = (3, 0)
+    alone = Run(LossScaleOptimizer(sgd()), np.zeros(shape), way=way)
+    alone.step(np.zeros(shape))
+    assert alone.optimizer.skipped_steps == 0
     run = Run(LossScaleOptimizer(sgd()), np.zeros(shape), np.ones(2), way=way)
     run.step(np.zeros(shape), [1.0, 0.0])
     assert run.weights()[1].tolist() == [0.0, 1.0]
@@ -254,13 +258,6 @@ def test_a_sparse_gradient_that_is_being_traced_is_noticed() -> None:
     with pytest.raises(UsageError, match="stateless_apply"):
         jax.vmap(step)(rows)
     assert optimizer.last_step is None
-
-
-@pytest.mark.parametrize("way", ["eager", "compiled"])
-def test_only_empty_gradients_are_finite_too(way: str) -> None:
-    run = Run(LossScaleOptimizer(sgd()), np.zeros((2, 0)), way=way)
-    run.step(np.zeros((2, 0)))
-    assert run.optimizer.skipped_steps == 0
 
 
 def test_inputs_of_other_lengths_are_refused() -> None:
@@ -313,13 +310,10 @@ def optimized() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(("inner", "width"), [("SGD", 64), ("Adam", 256)])
-def test_a_training_step_reads_gradients_no_more_than_stocks_but_where_squares_do_not_fit(
-    inner: str, width: int
-) -> None:
+def test_a_training_step_reads_gradients_no_more_than_stocks_but_where_squares_do_not_fit() -> None:
     """XLA counts the branch that accesses most: where squares do not fit, three passes."""
     (ours, accessed, gradients), (stock, before, _) = (
-        cost(make, inner, width) for make in (LossScaleOptimizer, Stock)
+        cost(make, "Adam", 256) for make in (LossScaleOptimizer, Stock)
     )
     assert (ours, stock) == (2, 2)
     assert accessed <= before + 3 * gradients
@@ -342,10 +336,10 @@ def two_devices() -> Iterator[None]:
     keras.distribution.set_distribution(None)
 
 
-@pytest.mark.parametrize("row", [0, BATCH - 1], ids=["first", "second"])
-def test_an_overflow_on_either_device_skips_the_step(row: int, two_devices: None) -> None:
+@pytest.mark.usefixtures("two_devices")
+def test_an_overflow_on_the_second_device_skips_the_step() -> None:
     x, y = data(overflow=False)
-    y[row] = INF
+    y[BATCH - 1] = INF
     model = model_of(LossScaleOptimizer(adam(), 8.0), jit_compile=True)
     before = weights(model)
     # Not train_on_batch: that of Keras 3.10 fails on two devices without sample weights, for any optimizer.
@@ -367,8 +361,7 @@ def test_two_devices_train_as_one(two_devices: None) -> None:
     assert (two.optimizer.skipped_steps, two.optimizer.loss_scale) == (2, 2.0**13)
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["vmap", "jit"])
-def test_a_step_can_be_mapped(transform: Callable[..., Any]) -> None:
+def test_a_step_can_be_mapped() -> None:
     optimizer, variables = of([1.0, 2.0])
 
     def step(state: Any, gradient: Any) -> Any:
@@ -376,7 +369,7 @@ def test_a_step_can_be_mapped(transform: Callable[..., Any]) -> None:
         return optimizer.stateless_apply(state, [scaled], values(variables))
 
     gradients = jnp.asarray([[0.5, 1.0], [INF, 0.0]])
-    weights, state = transform(jax.vmap(step, in_axes=(None, 0)))(values(optimizer.variables), gradients)
+    weights, state = jax.jit(jax.vmap(step, in_axes=(None, 0)))(values(optimizer.variables), gradients)
     assert np.array_equal(weights[0], [[0.5, 1.0], [1.0, 2.0]])
     names = [variable.name for variable in optimizer.variables]
     assert np.array_equal(state[names.index("dynamic_scale")], [2.0**15, 2.0**14])

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from preamp import Dynamic, ScaleExhausted, UsageError
 from preamp.keras import LossScaleOptimizer, TraceCallback
-from tests.combinations import combinations
 from tests.seeing import Remembering
 
 from .driving import INF, Run, Stock, array, close, same
@@ -40,11 +39,10 @@ def train_step(make: Any, inner: Any) -> Any:
     return tf.function(model.train_step).get_concrete_function((rows, targets))
 
 
-@pytest.mark.parametrize("inner", [sgd, adam])
-def test_a_training_step_has_as_many_conditionals_as_stock_keras(inner: Any) -> None:
+def test_a_training_step_has_as_many_conditionals_as_stock_keras() -> None:
     """Stock Keras's second one is for the counter, ours for squares that do not fit."""
     makes = (lambda bare: bare, Stock, LossScaleOptimizer)
-    graphs = [nodes(train_step(make, inner())) for make in makes]
+    graphs = [nodes(train_step(make, sgd())) for make in makes]
     assert [sum(op in CONDITIONALS for op in graph) for graph in graphs] == [0, 2, 2]
 
 
@@ -97,8 +95,7 @@ def test_the_scale_in_a_graph_is_the_scale_of_the_moment() -> None:
     assert scaled(tf.constant(1.0)).numpy() == 16.0
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("bad", [None, INF, float("nan")])
+@pytest.mark.parametrize(("compiled", "bad"), [(True, None), (True, INF), (False, float("nan"))])
 def test_indexed_slices_are_unscaled_and_checked(compiled: bool, bad: float | None) -> None:
     """The gradient of a lookup: rows and their numbers, of which one can come twice."""
     ours, plain = ([tf.keras.Variable(np.ones((5, 2), "float32"))] for _ in range(2))
@@ -126,8 +123,7 @@ def test_indexed_slices_are_unscaled_and_checked(compiled: bool, bad: float | No
     assert optimizer.skipped_steps == (bad is not None)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_an_embedding_trains_as_under_a_bare_optimizer(jit_compile: bool) -> None:
+def test_an_embedding_trains_as_under_a_bare_optimizer() -> None:
     """XLA, `fit` and `IndexedSlices` together."""
     x = np.random.default_rng(0).integers(0, 7, (ROWS, 3))
     targets = np.ones((ROWS, 2), "float32")
@@ -136,7 +132,7 @@ def test_an_embedding_trains_as_under_a_bare_optimizer(jit_compile: bool) -> Non
         keras.utils.set_random_seed(0)
         embedding = keras.layers.Embedding(7, 4)
         made = keras.Sequential([keras.Input((3,)), embedding, keras.layers.Flatten(), keras.layers.Dense(2)])
-        made.compile(optimizer, "mse", jit_compile=jit_compile)
+        made.compile(optimizer, "mse", jit_compile=True)
         return made
 
     ours, plain = model(LossScaleOptimizer(adam())), model(adam())
@@ -159,8 +155,7 @@ def test_a_step_that_xla_compiles_skips_and_moves_the_scale() -> None:
     assert run.optimizer.last_step._replace(loss=None) == other.optimizer.last_step._replace(loss=None)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("compiled", "dtype"), [(False, "bfloat16"), (True, "float16"), (True, "bfloat16")])
 def test_gradients_of_each_dtype_are_unscaled_in_float32(compiled: bool, dtype: str) -> None:
     optimizer, variable = (
         LossScaleOptimizer(keras.optimizers.SGD(1.0)),
@@ -174,8 +169,8 @@ def test_gradients_of_each_dtype_are_unscaled_in_float32(compiled: bool, dtype: 
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])
-@pytest.mark.parametrize("shape", [(0,), (3, 0)])
-def test_an_empty_gradient_is_finite(way: str, shape: tuple[int, ...]) -> None:
+def test_an_empty_gradient_is_finite(way: str) -> None:
+    shape = (3, 0)
     run = Run(LossScaleOptimizer(keras.optimizers.SGD(1.0)), np.zeros(shape), np.ones(2), way=way)
     run.step(np.zeros(shape), [1.0, 0.0])
     assert run.weights()[1].tolist() == [0.0, 1.0]
@@ -227,12 +222,9 @@ class Replicas:
         return [v.numpy().tolist() for v in self.strategy.experimental_local_results(self.variable.value)]
 
 
-each_replica = pytest.mark.parametrize("where", ["first", "second", "both"])
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("bad", [INF, float("nan")])
-@each_replica
+@pytest.mark.parametrize(
+    ("where", "bad", "compiled"), [("first", INF, True), ("second", float("nan"), True), ("both", INF, False)]
+)
 def test_an_overflow_on_any_replica_skips_on_all(
     strategy: Any, where: str, bad: float, compiled: bool
 ) -> None:
@@ -292,13 +284,12 @@ def test_apply_wants_the_context_of_a_replica(strategy: Any) -> None:
             ours.apply([tf.constant([1.0])], [variable])
 
 
-@combinations([(0, True), (BATCH - 1, False)], row=[0, BATCH - 1], run_eagerly=[False, True])
-def test_fit_skips_an_overflow_of_either_replica(strategy: Any, row: int, run_eagerly: bool) -> None:
+def test_fit_skips_an_overflow_of_the_second_replica(strategy: Any) -> None:
     x, y = data(overflow=False)
     spoiled = y.copy()
-    spoiled[row] = INF
+    spoiled[BATCH - 1] = INF
     with strategy.scope():
-        model = model_of(LossScaleOptimizer(adam(), 8.0, 2), jit_compile=False, run_eagerly=run_eagerly)
+        model = model_of(LossScaleOptimizer(adam(), 8.0, 2), jit_compile=False)
     before = weights(model)
     model.fit(x[:BATCH], spoiled[:BATCH], batch_size=BATCH, verbose=0)
     assert same(weights(model), before)

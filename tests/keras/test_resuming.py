@@ -46,7 +46,6 @@ def test_what_is_loaded_warns(scale: float) -> None:
 
 
 @outside
-@pytest.mark.any_backend
 def test_files_warn(scale: float, tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.25), policy=RULE), "mse")

@@ -15,12 +15,11 @@ from preamp import Dynamic, Headroom
 from preamp.keras import LossScaleOptimizer
 from tests.seeing import Remembering, peak_of, scales_after
 
-from .driving import INF, WAYS, Run, array, same
+from .driving import INF, Run, array, each_backend, each_way, same, with_jax
 
 POLICY = Remembering()
 COUNT = 8
 
-each_way = pytest.mark.parametrize("way", WAYS)
 entries = st.lists(st.floats(-6e4, 6e4, width=16), min_size=COUNT, max_size=COUNT)
 
 
@@ -37,8 +36,9 @@ def remembered(run: Run) -> list[float]:
     return [float(array(variable)) for variable in (state.scale, state.peak)]
 
 
+@each_backend
 @each_way
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(entries=entries)
 @example(entries=[0.0] * COUNT)
 def test_the_peak_is_that_of_all_scaled_gradients(way: str, entries: list[float]) -> None:
@@ -50,6 +50,7 @@ def test_the_peak_is_that_of_all_scaled_gradients(way: str, entries: list[float]
     assert run.optimizer.last_step.peak == peak
 
 
+@with_jax
 @each_way
 @pytest.mark.parametrize("bad", [INF, float("nan")])
 def test_an_overflow_says_nothing(way: str, bad: float) -> None:
@@ -90,6 +91,7 @@ def test_a_file_keeps_what_the_policy_remembers() -> None:
     assert same(*kept)
 
 
+@with_jax
 @each_way
 def test_headroom_moves_as_on_floats(way: str) -> None:
     policy = Headroom(init_scale=2.0**30, margin=1)

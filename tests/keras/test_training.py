@@ -11,7 +11,7 @@ import pytest
 
 from preamp.keras import LossScaleOptimizer, TraceCallback
 
-from .driving import BACKEND, INF, array, close, dtype_policy, same
+from .driving import BACKEND, INF, array, close, dtype_policy, each_backend, same, with_jax
 
 ROWS, BATCH = 24, 4
 # Step 3 of the six in an epoch overflows: its target is inf.
@@ -50,19 +50,11 @@ def weights(model: Any) -> list[np.ndarray]:
 
 
 # Without `jit_compile` a step is eager on JAX and on torch, and a `tf.function` on TensorFlow.
-jit = pytest.mark.parametrize("jit_compile", [False] if BACKEND == "torch" else [False, True])
 usual = pytest.mark.parametrize("jit_compile", [BACKEND == "jax"])
-# Both, of which the one that compiles for longer waits for `make test-slow`.
-usual_first = pytest.mark.parametrize(
-    "jit_compile",
-    [
-        BACKEND == "jax",
-        *([] if BACKEND == "torch" else [pytest.param(BACKEND != "jax", marks=pytest.mark.slow)]),
-    ],
-)
 
 
-@jit
+@each_backend
+@usual
 def test_fit_skips_what_overflows_and_takes_the_rest(jit_compile: bool) -> None:
     model = model_of(LossScaleOptimizer(adam()), jit_compile=jit_compile)
     fit(model)
@@ -78,6 +70,7 @@ def test_fit_skips_what_overflows_and_takes_the_rest(jit_compile: bool) -> None:
     assert array(model.optimizer.iterations) == 10
 
 
+@each_backend
 @usual
 def test_compile_does_not_wrap_again(jit_compile: bool) -> None:
     with dtype_policy("mixed_float16"):
@@ -91,6 +84,7 @@ def test_compile_does_not_wrap_again(jit_compile: bool) -> None:
     assert all(np.isfinite(w).all() for w in weights(model))
 
 
+@with_jax
 def test_mixed_float16_learns_what_float16_alone_loses() -> None:
     """Gradients of some 1e-9 are 0 in float16; scaled they are not."""
     moved = []
@@ -118,6 +112,7 @@ def test_every_step_overflows_for_a_while() -> None:
     assert all(np.isfinite(w).all() for w in weights(model))
 
 
+@with_jax
 def test_the_loss_that_is_reported_is_not_scaled() -> None:
     ours, plain = (model_of(each) for each in (LossScaleOptimizer(adam()), adam()))
     losses = [fit(model, overflow=False)["loss"] for model in (ours, plain)]
@@ -139,9 +134,8 @@ def test_evaluating_moves_nothing() -> None:
     "arguments",
     [
         {"gradient_accumulation_steps": 2},
-        pytest.param({"use_ema": True, "ema_momentum": 0.5}, marks=pytest.mark.slow),  # of the next one
         {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
-        {"global_clipnorm": 0.5},
+        pytest.param({"global_clipnorm": 0.5}, marks=with_jax),
     ],
     ids="-".join,
 )
@@ -154,7 +148,6 @@ def test_fit_with_arguments_on_the_wrapper(arguments: dict[str, Any], jit_compil
     assert close(weights(ours), weights(plain))
 
 
-@pytest.mark.any_backend
 def test_learning_rate_scheduler_sets_the_rate_of_the_inner_optimizer() -> None:
     ours, plain = (model_of(each) for each in (LossScaleOptimizer(adam()), adam()))
     histories = [
@@ -171,7 +164,6 @@ def test_learning_rate_scheduler_sets_the_rate_of_the_inner_optimizer() -> None:
     assert close(weights(ours), weights(plain))
 
 
-@pytest.mark.any_backend
 def test_reduce_on_plateau_reaches_the_inner_optimizer() -> None:
     model = model_of(LossScaleOptimizer(keras.optimizers.SGD(0.5)))
     plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=1e9)
@@ -179,6 +171,7 @@ def test_reduce_on_plateau_reaches_the_inner_optimizer() -> None:
     assert array(model.optimizer.inner_optimizer.learning_rate) == 0.125
 
 
+@with_jax
 def test_averages_are_swapped_in_to_evaluate() -> None:
     arguments = {"use_ema": True, "ema_momentum": 0.5}
     ours = model_of(LossScaleOptimizer(adam(), **arguments))
@@ -197,7 +190,6 @@ def test_averages_are_swapped_in_to_evaluate() -> None:
     assert close(weights(ours), weights(plain))
 
 
-@pytest.mark.any_backend
 def test_a_checkpoint_of_each_epoch_goes_on_from_there(tmp_path: Path) -> None:
     model = model_of(LossScaleOptimizer(adam(), dynamic_growth_steps=4))
     fit(model, 2, callbacks=[keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"))])
@@ -207,7 +199,7 @@ def test_a_checkpoint_of_each_epoch_goes_on_from_there(tmp_path: Path) -> None:
     assert same(*([array(v) for v in [*m.variables, *m.optimizer.variables]] for m in (model, again)))
 
 
-@pytest.mark.any_backend
+@with_jax
 def test_backup_and_restore_goes_on(tmp_path: Path) -> None:
     class Interrupt(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -226,14 +218,7 @@ def test_backup_and_restore_goes_on(tmp_path: Path) -> None:
     assert resumed.optimizer.skipped_steps == 2
 
 
-@pytest.mark.any_backend
-def test_two_models_with_optimizers_of_their_own() -> None:
-    one, two = (model_of(LossScaleOptimizer(adam(), initial_scale=scale)) for scale in (8.0, 64.0))
-    one.train_on_batch(*data())
-    two.train_on_batch(*data(overflow=False))
-    assert (one.optimizer.loss_scale, two.optimizer.loss_scale) == (4.0, 64.0)
-
-
+@with_jax
 def test_compiling_again_goes_on() -> None:
     optimizer = LossScaleOptimizer(adam())
     model = model_of(optimizer)
@@ -244,6 +229,7 @@ def test_compiling_again_goes_on() -> None:
     assert array(optimizer.iterations) == 10
 
 
+@with_jax
 @pytest.mark.parametrize("steps", [1] if BACKEND == "torch" else [3])  # Keras allows 1 on torch
 def test_steps_per_execution(steps: int) -> None:
     one, several = (
@@ -256,12 +242,12 @@ def test_steps_per_execution(steps: int) -> None:
     assert several.optimizer.skipped_steps == 2
 
 
-@pytest.mark.any_backend
 def test_a_string_of_an_optimizer_under_mixed_float16_is_still_keras_own() -> None:
     with dtype_policy("mixed_float16"):
         assert type(model_of("sgd").optimizer) is keras.optimizers.LossScaleOptimizer
 
 
+@each_backend
 def test_training_with_callback_and_everything(tmp_path: Path) -> None:
     with dtype_policy("mixed_float16"):
         model = model_of(LossScaleOptimizer(adam(), 16.0, 3, use_ema=True, clipnorm=1.0))

@@ -18,7 +18,9 @@ from .test_distributed import per_replica, strategy, trainer
 __all__ = ["strategy"]
 
 INF = float("inf")
-eager_or_not = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+kind_and_way = pytest.mark.parametrize(
+    ("kind", "compiled"), [("legacy", True), ("tf_keras", False), ("tf_keras", True)]
+)
 
 
 def stepping(optimizer: Any, variable: Any, compiled: bool, micro_steps: int = 1) -> Any:
@@ -36,8 +38,7 @@ def stepping(optimizer: Any, variable: Any, compiled: bool, micro_steps: int = 1
     return tf.function(take, autograph=False) if compiled else take
 
 
-@of_tf_keras
-@eager_or_not
+@kind_and_way
 def test_the_loss_of_a_step_is_that_of_all_its_micro_steps(kind: str, compiled: bool) -> None:
     optimizer, variable = wrapped(kind), tf.Variable([1.0, 2.0])
     take = stepping(optimizer, variable, compiled, micro_steps=3)
@@ -47,15 +48,14 @@ def test_the_loss_of_a_step_is_that_of_all_its_micro_steps(kind: str, compiled: 
 
 
 @of_tf_keras
-@pytest.mark.parametrize("loss", [-INF, INF])
+@pytest.mark.parametrize("loss", [-INF])
 def test_a_loss_that_diverged_is_recorded(kind: str, loss: float) -> None:
     optimizer, variable = wrapped(kind), tf.Variable([1.0, 2.0])
     stepping(optimizer, variable, compiled=False)(tf.constant([loss]))
     assert optimizer.last_step.loss == loss
 
 
-@of_tf_keras
-@eager_or_not
+@kind_and_way
 def test_minimize_records_it(kind: str, compiled: bool) -> None:
     optimizer, variable = wrapped(kind), tf.Variable(2.0)
     with tf.GradientTape() as tape:
@@ -82,8 +82,7 @@ def test_an_eager_loss_is_known_over_every_kind(kind: str) -> None:
         assert optimizer.last_step.loss == factor
 
 
-@of_tf_keras
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(("kind", "eager"), [("tf_keras", False), ("legacy", True)])
 def test_fit_records_it(kind: str, eager: bool) -> None:
     model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(3,))])
     optimizer = wrapped(kind)
@@ -102,8 +101,7 @@ def test_fit_records_it(kind: str, eager: bool) -> None:
     assert len(set(seen)) == 3
 
 
-@of_tf_keras
-@eager_or_not
+@kind_and_way
 def test_what_is_not_a_number_has_no_loss(kind: str, compiled: bool) -> None:
     optimizer, variable = wrapped(kind), tf.Variable([1.0, 2.0])
 
@@ -131,8 +129,7 @@ def test_a_loss_of_a_half_type_is_summed_in_float32(kind: str) -> None:
     assert optimizer.last_step.loss == 60000.0 + 60000.0 + 1.0
 
 
-@of_tf_keras
-@pytest.mark.parametrize("scoped", [True, False])
+@pytest.mark.parametrize(("kind", "scoped"), [("tf_keras", True), ("legacy", False)])
 def test_it_is_summed_over_replicas(kind: str, scoped: bool, strategy: Any) -> None:
     if scoped:
         with strategy.scope():

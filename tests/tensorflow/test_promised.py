@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from pathlib import Path
@@ -73,26 +72,6 @@ def test_the_signature_is_the_documented_one() -> None:
     assert [list(inspect.signature(each).parameters)[1:2] for each in (Mine, Told)] == [["dynamic"], ["note"]]
 
 
-@each_kind
-def test_the_class_makes_an_optimizer_of_a_configuration(kind: str) -> None:
-    made = LossScaleOptimizer(
-        inner(kind, "Adam", 0.25, beta_1=0.75), initial_scale=8.0, dynamic_growth_steps=3
-    )
-    config = made.get_config()
-    before = copy.deepcopy(config)
-    again = LossScaleOptimizer.from_config(config)
-    assert (type(again), again.get_config()) == (type(made), config)
-    assert config == before
-    assert float(again.beta_1) == 0.75
-
-
-@pytest.mark.parametrize("kind", ["legacy", "tf_keras"])
-def test_the_class_takes_the_configuration_of_tf_keras_own(kind: str) -> None:
-    again = LossScaleOptimizer.from_config(Peer(inner(kind), initial_scale=8.0).get_config())
-    assert isinstance(again.inner_optimizer, KINDS[kind].SGD)
-    assert again.initial_scale == 8.0
-
-
 @pytest.mark.parametrize("config", [{}, {"dynamic": True}, {"inner_optimizer": {}}, None, 3], ids=str)
 def test_what_is_no_configuration(config: Any) -> None:
     with pytest.raises(PolicyError, match="is not the configuration of a LossScaleOptimizer"):
@@ -124,15 +103,6 @@ def test_a_subclass_may_have_arguments_of_its_own(kind: str) -> None:
         Told("sgd")
 
 
-@newer
-def test_a_model_is_compiled_with_a_subclass(kind: str) -> None:
-    library = keras if kind == "keras" else tf_keras
-    model = library.Sequential([library.layers.Input((3,)), library.layers.Dense(1)])
-    model.compile(Mine(inner(kind, "SGD", 0.01)), "mse")
-    model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
-    assert (type(model.optimizer).__name__, model.optimizer.skipped_steps) == ("Mine", 0)
-
-
 @each_kind
 def test_a_configuration_has_the_arguments_of_a_subclass(kind: str) -> None:
     made = Registered(inner(kind), note="here", initial_scale=8.0)
@@ -143,17 +113,16 @@ def test_a_configuration_has_the_arguments_of_a_subclass(kind: str) -> None:
             Mine.from_config(made.get_config())
 
 
-FORMATS = [
-    ("keras", ".keras"),
-    *[(kind, end) for kind in ("tf_keras", "legacy") for end in (".keras", ".h5", "")],
-]
+FORMATS = [("keras", ".keras"), ("tf_keras", ".keras"), ("legacy", ".h5"), ("tf_keras", "")]
 
 
 @pytest.mark.parametrize(("kind", "ending"), FORMATS)
 def test_a_registered_subclass_is_saved_and_loaded(kind: str, ending: str, tmp_path: Path) -> None:
     library = keras if kind == "keras" else tf_keras
     model = library.Sequential([library.layers.Input((3,)), library.layers.Dense(1)])
-    model.compile(Registered(inner(kind, "SGD", 0.01), note="here", initial_scale=8.0), "mse")
+    model.compile(
+        Registered(inner(kind, "SGD", 0.01), note="here", initial_scale=8.0), "mse", run_eagerly=True
+    )
     for factor in (1.0, INF):
         model.train_on_batch(np.ones((4, 3)) * factor, np.ones((4, 1)))
     with warnings.catch_warnings():
@@ -193,16 +162,13 @@ def test_a_whole_number_of_steps_may_be_a_float(kind: str) -> None:
 
 
 @newer
-@pytest.mark.parametrize("compiled", [False, True])
-def test_training_ends_with_averages_without_naming_the_variables(kind: str, compiled: bool) -> None:
+def test_training_ends_with_averages_without_naming_the_variables(kind: str) -> None:
     weights = []
     for named in (True, False):
         optimizer, var = (
             LossScaleOptimizer(inner(kind, use_ema=True, ema_momentum=0.5)),
             tf.Variable([1.0, 2.0]),
         )
-        if compiled:
-            optimizer.build([var])
         play(optimizer, "010", var)
         before = var.numpy().tolist()
         optimizer.finalize_variable_values(*([[var]] if named else []))

@@ -19,8 +19,13 @@ OUTSIDE = {1.0: r"1\.0 is below min_scale=4\.0 of Dynamic.* Write policy=Dynamic
 OUTSIDE[128.0] = r"128\.0 is above max_scale=64\.0 of Dynamic.* Write policy=Dynamic\(max_scale=128\.0\)"
 BROKEN: dict[str, Any] = {"current_loss_scale": [float("nan"), float("inf"), 0.0, -8.0], "good_steps": [-1]}
 broken = pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in BROKEN.items() for value in values]
+    ("kind", "name", "value"),
+    [
+        ("legacy", "current_loss_scale", 0.0),
+        *[("tf_keras", name, value) for name, values in BROKEN.items() for value in values],
+    ],
 )
+PAIRS = list(zip(("legacy", "tf_keras"), OUTSIDE, strict=True))
 
 
 def wrapped(kind: str) -> LossScaleOptimizer:
@@ -38,8 +43,7 @@ def restored(kind: str, folder: Path, **numbers: float) -> LossScaleOptimizer:
     return after
 
 
-@of_tf_keras
-@pytest.mark.parametrize("scale", OUTSIDE)
+@pytest.mark.parametrize(("kind", "scale"), PAIRS)
 def test_a_checkpoint_out_of_bounds_warns_once(kind: str, scale: float, tmp_path: Path) -> None:
     variable = tf.Variable([1.0, 2.0])
     optimizer = restored(kind, tmp_path, current_loss_scale=scale)
@@ -49,8 +53,7 @@ def test_a_checkpoint_out_of_bounds_warns_once(kind: str, scale: float, tmp_path
     step(optimizer, [1.0, 1.0], variable)
 
 
-@of_tf_keras
-@pytest.mark.parametrize("scale", OUTSIDE)
+@pytest.mark.parametrize(("kind", "scale"), PAIRS)
 def test_compiled_steps_are_heard_of_when_the_record_is_read(kind: str, scale: float, tmp_path: Path) -> None:
     variable = tf.Variable([1.0, 2.0])
     optimizer = restored(kind, tmp_path, current_loss_scale=scale)
@@ -62,7 +65,6 @@ def test_compiled_steps_are_heard_of_when_the_record_is_read(kind: str, scale: f
     assert optimizer.last_step.index == 2
 
 
-@of_tf_keras
 @broken
 def test_what_nothing_can_resume_from_is_refused(kind: str, name: str, value: float, tmp_path: Path) -> None:
     variable = tf.Variable([1.0, 2.0])

@@ -43,8 +43,7 @@ def test_what_is_too_small_for_float16_is_lost_with_the_scale(kind: str) -> None
 
 
 @each_kind
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize(("dtype", "compiled"), [(tf.float16, False), (tf.bfloat16, True)])
 def test_a_variable_of_a_half_type_can_be_updated_by_hand(kind: str, dtype: Any, compiled: bool) -> None:
     optimizer, variable = wrapped(kind, initial_scale=1024.0), tf.Variable([1.0, 2.0], dtype=dtype)
 
@@ -303,6 +302,8 @@ def test_the_first_time_that_a_policy_gave_up_is_kept(kind: str, compiled: bool)
         except ScaleExhausted as reason:
             first = first or reason
             assert not compiled
+        if optimizer.skipped_steps == 3:
+            optimizer.check_exhausted()
     with pytest.raises(ScaleExhausted) as raised:
         optimizer.check_exhausted()
     assert (raised.value.scale, raised.value.overflows) == (1.0, 4)
@@ -310,8 +311,7 @@ def test_the_first_time_that_a_policy_gave_up_is_kept(kind: str, compiled: bool)
 
 
 @each_kind
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(("compiled", "dtype"), [(False, "float16"), (True, "float32"), (False, "float64")])
 @pytest.mark.filterwarnings("ignore:.*is a float16 variable:UserWarning")
 def test_the_record_has_the_norm_of_unscaled_gradients_before_clipping(
     kind: str, compiled: bool, dtype: str
@@ -333,22 +333,6 @@ def test_the_record_has_the_norm_of_unscaled_gradients_before_clipping(
     assert optimizer.last_step.grad_norm is None
     step(tf.constant(0.0))
     assert optimizer.last_step.grad_norm == 12.0
-
-
-@each_kind
-def test_a_policy_that_gives_up_in_a_graph_is_asked_afterwards(kind: str) -> None:
-    optimizer, variable = wrapped(kind, policy=GIVES_UP), tf.Variable([1.0, 2.0])
-
-    @tf.function
-    def train(factor: Any) -> None:
-        optimizer.minimize(lambda: tf.reduce_sum(variable) * factor, [variable])
-
-    train(tf.constant(float("inf")))
-    optimizer.check_exhausted()
-    train(tf.constant(float("inf")))
-    train(tf.constant(1.0))
-    with pytest.raises(ScaleExhausted, match="gives up"):
-        optimizer.check_exhausted()
 
 
 @each_kind

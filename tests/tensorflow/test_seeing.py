@@ -63,8 +63,7 @@ def stepping(optimizer: Any, variable: Any) -> Callable[[Any], None]:
     return take
 
 
-@each_kind
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize(("kind", "compiled"), [("keras", False), ("tf_keras", True), ("legacy", False)])
 def test_a_policy_sees_gradients_as_they_were_before_they_were_unscaled(kind: str, compiled: bool) -> None:
     optimizer, variable = LossScaleOptimizer(inner(kind), policy=POLICY), tf.Variable([1.0, 2.0])
     take = stepping(optimizer, variable)
@@ -79,8 +78,7 @@ def test_a_policy_sees_gradients_as_they_were_before_they_were_unscaled(kind: st
         assert optimizer.last_step.peak == (pytest.approx(expected) if clean else None)
 
 
-@each_kind
-@pytest.mark.parametrize("guard", [None, SpikeGuard(patience=5)])
+@pytest.mark.parametrize(("kind", "guard"), [("keras", None), ("tf_keras", SpikeGuard(patience=5))])
 def test_a_trace_has_the_rules_of_the_optimizer(kind: str, guard: Any, tmp_path: Path) -> None:
     policy = Dynamic(init_scale=2.0**120, max_scale=2.0**126, growth_interval=77)
     optimizer, variable = LossScaleOptimizer(inner(kind), policy=policy, guard=guard), tf.Variable([1.0, 2.0])
@@ -132,12 +130,10 @@ def test_what_a_policy_remembers_is_in_the_configuration(kind: str) -> None:
 
 
 @of_tf_keras
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
-def test_headroom_moves_as_on_floats(kind: str, compiled: bool) -> None:
+def test_headroom_moves_as_on_floats(kind: str) -> None:
     policy = Headroom(init_scale=2.0**30, margin=1)
     optimizer, variable = LossScaleOptimizer(inner(kind), policy=policy), tf.Variable(tf.ones(4))
-    take, steps = stepping(optimizer, variable), []
-    take = tf.function(take, autograph=False) if compiled else take
+    take, steps = tf.function(stepping(optimizer, variable), autograph=False), []
     for gradient in np.random.default_rng(0).lognormal(-6.0, 1.5, (24, 4)).astype("float32"):
         take(tf.constant(np.where(gradient * float(optimizer.loss_scale) > 65504.0, INF, gradient)))
         steps.append(optimizer.last_step)
