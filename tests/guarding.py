@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
 
 from preamp import Dynamic, Reading, guards, simulate
 from preamp.guards import Guard, SpikeGuard, Verdict
-from preamp.guards.norm_limit import NoState
 from preamp.policy import choose
 from preamp.scaling import Step
+
+
+class NoState(NamedTuple):
+    """What a guard remembers that remembers nothing."""
 
 
 @dataclass(frozen=True, repr=False)

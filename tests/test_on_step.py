@@ -1,20 +1,13 @@
-"""Every adapter says the same in the same words: those of docs/architecture.md.
-
-One function hears the same steps from each, by the lines of docs/recipes/index.md.
-"""
+"""One function hears the same steps from each adapter that calls one, by docs/recipes/index.md."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
-import optax
 import pytest
-import tensorflow as tf
 import tf_keras
 import torch
 
@@ -23,7 +16,6 @@ import preamp.keras
 import preamp.tensorflow
 import preamp.torch
 from preamp import Dynamic, PolicyError, Step, simulate
-from preamp.jax import last_step, loss_scaled, step
 from preamp.keras import TraceCallback
 
 POLICY = Dynamic(init_scale=2.0**10, growth_interval=2)
@@ -84,27 +76,7 @@ def tf_keras_fit(log: Log) -> Words:
     return optimizer.policy, optimizer.loss_scale, optimizer.skipped_steps
 
 
-def tensorflow_loop(log: Log) -> Words:
-    optimizer = preamp.tensorflow.LossScaleOptimizer(keras.optimizers.SGD(0.1), policy=POLICY)
-    weight = tf.Variable(1.0)
-    for factor in FACTORS:
-        optimizer.minimize(lambda factor=factor: weight * factor, [weight])
-        log(optimizer.last_step)
-    return optimizer.policy, optimizer.loss_scale, optimizer.skipped_steps
-
-
-def jax_loop(log: Log) -> Words:
-    optimizer = loss_scaled(optax.sgd(0.1), POLICY)
-    train = jax.jit(step(lambda weight, factor: weight * factor, optimizer))
-    weight = jnp.ones(())
-    state = optimizer.init(weight)
-    for factor in FACTORS:
-        _, weight, state = train(weight, state, factor)
-        log(last_step(state))
-    return POLICY, state.policy_state.scale, state.skipped_steps
-
-
-TRAININGS = [torch_scaler, deepspeed, keras_fit, tf_keras_fit, tensorflow_loop, jax_loop]
+TRAININGS = [torch_scaler, deepspeed, keras_fit, tf_keras_fit]
 
 
 def facts(steps: Iterable[Step]) -> list[tuple[Any, ...]]:

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 
 from preamp import Dynamic, Reading, ScaleExhausted, Step, Trace, TraceError, UsageError
-from preamp.doctor import diagnose
 from preamp.guards import SpikeGuard
 from preamp.keras import LossScaleOptimizer, TraceCallback
 from tests.seeing import Remembering
@@ -114,33 +112,12 @@ def test_a_trace_has_the_rules_of_the_optimizer(tmp_path: Path) -> None:
     assert [sum(f'{{"{name}"' in line for line in lines) for name in ("policy", "guard")] == [2, 1]
 
 
-def test_the_doctor_keeps_the_settings_of_a_trace_from_fit() -> None:
-    policy = Dynamic(init_scale=2.0**120, max_scale=2.0**126, growth_interval=77)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(LossScaleOptimizer(keras.optimizers.SGD(1e-12), policy=policy), loss="mse")
-    callback, x = TraceCallback(), np.full((120, 2), 1e4)
-    model.fit(x, np.ones((120, 1)), batch_size=1, verbose=0, callbacks=[callback])
-    found = diagnose(callback.trace)
-    assert found.findings[0].kind == "wrong start"
-    assert found.better() == replace(policy, init_scale=found.settings["init_scale"])
-    assert "max_scale=2.0**126, growth_interval=77" in found.remedy()
-
-
 def test_a_file_that_is_given_open_stays_open(tmp_path: Path) -> None:
     model = model_of(LossScaleOptimizer(adam()))
     with Trace(path=tmp_path / "run.jsonl") as trace:
         for _ in range(2):
             fit(model, 1, callbacks=[TraceCallback(trace)])
     assert [step.index for step in Trace.read(tmp_path / "run.jsonl")] == list(range(2 * STEPS))
-
-
-def test_one_callback_records_two_fits(tmp_path: Path) -> None:
-    model = model_of(LossScaleOptimizer(adam(), policy=POLICY))
-    callback = TraceCallback(tmp_path / "run.jsonl")
-    for _ in range(2):
-        fit(model, 1, callbacks=[callback])
-    assert without_measures(callback.trace) == expected(POLICY, 2)
-    assert Trace.read(tmp_path / "run.jsonl") == callback.trace
 
 
 def test_tensorboard_shows_the_scale(tmp_path: Path) -> None:
@@ -173,15 +150,14 @@ def test_a_policy_that_gives_up_ends_fit(jit_compile: bool, tmp_path: Path) -> N
     assert written.stopped == (None if eager else str(exhausted.value))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_fit_that_is_interrupted_leaves_a_file_that_is_closed(error: type, tmp_path: Path) -> None:
+def test_a_fit_that_is_interrupted_leaves_a_file_that_is_closed(tmp_path: Path) -> None:
     class Interrupt(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 2:
-                raise error
+                raise KeyboardInterrupt
 
     model, callback = model_of(LossScaleOptimizer(adam())), TraceCallback(tmp_path / "run.jsonl")
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         fit(model, 1, callbacks=[callback, Interrupt()])
     assert len(Trace.read(tmp_path / "run.jsonl")) == 3
     fit(model, 1, callbacks=[callback])
@@ -193,13 +169,6 @@ def test_a_fit_that_is_interrupted_leaves_a_file_that_is_closed(error: type, tmp
 def test_other_optimizers_are_refused() -> None:
     with pytest.raises(UsageError, match=r"preamp\.keras\.LossScaleOptimizer"):
         fit(model_of(adam()), 1, callbacks=[TraceCallback()])
-
-
-def test_validation_is_not_recorded() -> None:
-    callback = TraceCallback()
-    model = model_of(LossScaleOptimizer(adam()))
-    fit(model, 1, callbacks=[callback], validation_data=data(False))
-    assert len(callback.trace) == STEPS
 
 
 @with_jax

@@ -208,36 +208,6 @@ def test_none_is_every_arguments_default() -> None:
         assert getattr(run.optimizer, argument) == expected, argument
 
 
-def test_clipping_acts_on_unscaled_gradients() -> None:
-    for argument, expected in (
-        ("clipnorm", [-0.6, -0.8]),
-        ("global_clipnorm", [-0.6, -0.8]),
-        ("clipvalue", [-1.0, -1.0]),
-    ):
-        run = Run(LossScaleOptimizer(keras.optimizers.SGD(1.0), **{argument: 1.0}), np.zeros(2))
-        run.step(np.array([3.0, 4.0]))
-        assert np.allclose(run.weights(), [expected], atol=1e-6)
-
-
-def test_accumulation_drops_what_overflows() -> None:
-    run = Run(LossScaleOptimizer(keras.optimizers.SGD(1.0), gradient_accumulation_steps=2), np.zeros(1))
-    weights = []
-    for gradient in (1.0, INF, 3.0, 5.0, 7.0):
-        run.step([gradient])
-        weights += run.weights()[0].tolist()
-    assert weights == [0.0, 0.0, -2.0, -2.0, -8.0]
-
-
-def test_averages_overwrite_on_time() -> None:
-    arguments = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
-    run = Run(LossScaleOptimizer(keras.optimizers.SGD(1.0), **arguments), np.zeros(1))
-    weights = []
-    for gradient in (1.0, INF, 1.0, 1.0, 1.0):
-        run.step([gradient])
-        weights += run.weights()[0].tolist()
-    assert weights == [-1.0, -1.0, -1.5, -2.5, -2.75]
-
-
 @pytest.mark.parametrize("kind", ["momentum", "several"])
 def test_training_ends_with_averages_without_naming_the_variables(kind: str) -> None:
     ema = {"use_ema": True, "ema_momentum": 0.5}
@@ -328,11 +298,6 @@ def test_what_is_set_on_the_wrapper_reaches_the_inner_optimizer(
     assert getattr(run.optimizer, hyperparameter) == value
     assert close(run.trained(), plain.trained())
     assert not close(run.weights(), without.walk("00").walk("00").weights())
-
-
-def test_what_neither_has_is_missing() -> None:
-    with pytest.raises(AttributeError, match="beta_1"):
-        _ = LossScaleOptimizer(keras.optimizers.SGD(0.25)).beta_1
 
 
 def test_excluding_from_weight_decay_reaches_the_inner_optimizer() -> None:

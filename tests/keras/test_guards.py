@@ -91,31 +91,6 @@ def test_decisions_are_those_of_a_simulation(rule: str) -> None:
         assert run.function._cache_size() == 1
 
 
-@with_jax
-def test_a_spike_changes_nothing_that_trains() -> None:
-    optimizer = wrapped(QUICK, use_ema=True, gradient_accumulation_steps=2)
-    run = Guarded(optimizer, WAY)
-    for loss, gradient in script(0)[:9]:
-        run.take(loss, gradient)
-    before, scale = run.trained(), (run.scale, run.counter)
-    run.take(40.0, 1.0)
-    assert same(run.trained(), before)
-    assert (run.scale, run.counter) == scale
-    step = optimizer.last_step
-    assert (step.reason, step.finite, step.skipped, step.spike.of, step.spike.value) == (
-        "spike",
-        True,
-        True,
-        "loss",
-        40.0,
-    )
-    assert step.loss == 40.0
-    assert step.spike.limit < 10.0
-    run.take(3.0, 1.0)
-    assert not same(run.trained(), before)
-    assert optimizer.last_step.reason is None
-
-
 def model_of(guard: Any, *, norm: bool = False, **settings: Any) -> keras.Model:
     keras.utils.set_random_seed(0)
     layers = [keras.layers.BatchNormalization()] if norm else []
@@ -308,14 +283,6 @@ def test_a_loss_of_another_program_is_refused() -> None:
     # AutoGraph raises an error of its own with the message of ours.
     with pytest.raises(Exception, match="another program"):
         run.apply([1.0])
-
-
-def test_a_norm_alone_needs_no_loss() -> None:
-    run = Run(wrapped(SpikeGuard(watch="grad_norm", warmup=2)), [1.0], way="compiled")
-    for gradient in (1.0, 1.1, 0.9, 50.0, 1.0):
-        run.step([gradient])
-    assert run.optimizer.skipped_steps == 1
-    assert run.optimizer.guard.watch == "grad_norm"
 
 
 def test_a_fixed_scale() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from preamp import Dynamic, ScaleExhausted, UsageError
+from preamp import UsageError
 from preamp.keras import LossScaleOptimizer, TraceCallback
 from tests.seeing import Remembering
 
@@ -95,34 +95,6 @@ def test_the_scale_in_a_graph_is_the_scale_of_the_moment() -> None:
     assert scaled(tf.constant(1.0)).numpy() == 16.0
 
 
-@pytest.mark.parametrize(("compiled", "bad"), [(True, None), (True, INF), (False, float("nan"))])
-def test_indexed_slices_are_unscaled_and_checked(compiled: bool, bad: float | None) -> None:
-    """The gradient of a lookup: rows and their numbers, of which one can come twice."""
-    ours, plain = ([tf.keras.Variable(np.ones((5, 2), "float32"))] for _ in range(2))
-    optimizer, bare = LossScaleOptimizer(sgd()), sgd()
-    for each, variables in ((optimizer, ours), (bare, plain)):
-        each.build(variables)
-
-    def step(each: Any, variables: Any, spoil: float) -> None:
-        with tf.GradientTape() as tape:
-            rows = tf.gather(variables[0].value, [1, 3, 1])
-            loss = each.scale_loss(tf.reduce_sum(rows * rows) * spoil)
-        gradients = tape.gradient(loss, variables)
-        assert isinstance(gradients[0], tf.IndexedSlices)
-        each.apply(gradients, variables)
-
-    def take(*arguments: Any) -> None:
-        tf.function(lambda: step(*arguments))() if compiled else step(*arguments)
-
-    take(optimizer, ours, 1.0)
-    take(bare, plain, 1.0)
-    if bad is not None:
-        take(optimizer, ours, bad)
-    assert close([array(ours[0])], [array(plain[0])])
-    assert array(ours[0])[1].tolist() == [0.0, 0.0]
-    assert optimizer.skipped_steps == (bad is not None)
-
-
 def test_an_embedding_trains_as_under_a_bare_optimizer() -> None:
     """XLA, `fit` and `IndexedSlices` together."""
     x = np.random.default_rng(0).integers(0, 7, (ROWS, 3))
@@ -155,19 +127,6 @@ def test_a_step_that_xla_compiles_skips_and_moves_the_scale() -> None:
     assert run.optimizer.last_step._replace(loss=None) == other.optimizer.last_step._replace(loss=None)
 
 
-@pytest.mark.parametrize(("compiled", "dtype"), [(False, "bfloat16"), (True, "float16"), (True, "bfloat16")])
-def test_gradients_of_each_dtype_are_unscaled_in_float32(compiled: bool, dtype: str) -> None:
-    optimizer, variable = (
-        LossScaleOptimizer(keras.optimizers.SGD(1.0)),
-        keras.Variable(np.zeros(2, "float32")),
-    )
-    optimizer.build([variable])
-    optimizer.scale_loss(1.0)
-    apply = lambda gradient: optimizer.apply([gradient], [variable])  # noqa: E731
-    (tf.function(apply) if compiled else apply)(tf.constant([2.0**-15, -(2.0**-15)], dtype))
-    assert array(variable).tolist() == [-(2.0**-30), 2.0**-30]
-
-
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 def test_an_empty_gradient_is_finite(way: str) -> None:
     shape = (3, 0)
@@ -176,15 +135,6 @@ def test_an_empty_gradient_is_finite(way: str) -> None:
     assert run.weights()[1].tolist() == [0.0, 1.0]
     run.step(np.zeros(shape), [INF, 0.0])
     assert run.optimizer.skipped_steps == 1
-
-
-def test_a_policy_that_gives_up_says_so_after_a_graph() -> None:
-    policy = Dynamic(init_scale=2.0, min_scale=2.0, at_floor="raise")
-    run = Run(LossScaleOptimizer(sgd(), policy=policy), np.ones(2), way="compiled")
-    run.optimizer.check_exhausted()
-    run.walk("010")
-    with pytest.raises(ScaleExhausted, match="gives up"):
-        run.optimizer.check_exhausted()
 
 
 @pytest.fixture(scope="module")
@@ -282,21 +232,6 @@ def test_apply_wants_the_context_of_a_replica(strategy: Any) -> None:
         ours.scale_loss(1.0)
         with pytest.raises(ValueError, match=r"strategy\.run"):
             ours.apply([tf.constant([1.0])], [variable])
-
-
-def test_fit_skips_an_overflow_of_the_second_replica(strategy: Any) -> None:
-    x, y = data(overflow=False)
-    spoiled = y.copy()
-    spoiled[BATCH - 1] = INF
-    with strategy.scope():
-        model = model_of(LossScaleOptimizer(adam(), 8.0, 2), jit_compile=False)
-    before = weights(model)
-    model.fit(x[:BATCH], spoiled[:BATCH], batch_size=BATCH, verbose=0)
-    assert same(weights(model), before)
-    assert (model.optimizer.loss_scale, model.optimizer.skipped_steps) == (4.0, 1)
-    model.fit(x[: 2 * BATCH], y[: 2 * BATCH], batch_size=BATCH, verbose=0)
-    assert (model.optimizer.loss_scale, array(model.optimizer.iterations)) == (8.0, 2)
-    assert not same(weights(model), before)
 
 
 def test_two_replicas_train_and_are_traced_as_one(strategy: Any) -> None:

@@ -162,6 +162,22 @@ def test_an_optimizer_without_variables() -> None:
         optimizer.set_weights([])
 
 
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="has no stateless_apply")
+@with_jax
+def test_inputs_of_other_lengths() -> None:
+    """Stock Keras drops what it lacks and trains on, or answers None for it."""
+    run = Run(LossScaleOptimizer(sgd()), np.ones(1), np.ones(1))
+    state, ones = [v.value for v in run.optimizer.variables], [tensor([1.0])] * 3
+    for arguments, names in [
+        ((state, ones[:1], ones[:2]), "1 gradients were given for 2 variables"),
+        ((state, ones, ones[:2]), "3 gradients were given"),
+        ((state[:-1], ones[:2], ones[:2]), "optimizer_variables"),
+        ((state, ones[:2], ones[:1]), "trainable_variables"),
+    ]:
+        with pytest.raises(ValueError, match=names):
+            run.optimizer.stateless_apply(*arguments)
+
+
 def test_values_for_other_variables() -> None:
     run = Run(LossScaleOptimizer(sgd()), np.ones(2)).walk("0")
     values, before = [v.value for v in run.optimizer.variables], run.everything()
@@ -171,13 +187,6 @@ def test_values_for_other_variables() -> None:
         with pytest.raises(ValueError, match=f"{len(wrong)} values were given"):
             run.optimizer.stateless_scale_loss(wrong, tensor(1.0))
     assert same(run.everything(), before)
-
-
-def test_the_second_argument_of_tf_keras_is_named() -> None:
-    with pytest.raises(
-        PolicyError, match=r"initial_scale=False is not a scale; in tf.keras .* loss_scale_factor="
-    ):
-        LossScaleOptimizer(sgd(), False, 1024.0)  # type: ignore[arg-type]
 
 
 def test_an_interval_beyond_what_the_counter_counts() -> None:
@@ -258,20 +267,6 @@ def test_methods_refuse_what_is_no_list_tensor_or_variable(call: Any, bad: Any) 
     with pytest.raises((UsageError, PolicyError), match="Write"):
         call(run.optimizer, run.variables[0], bad)
     assert same(run.everything(), before)
-
-
-def test_a_refused_call_builds_nothing() -> None:
-    optimizer, variable = LossScaleOptimizer(sgd()), keras.Variable([1.0])
-    with pytest.raises(UsageError, match="2 gradients were given for 1 variables"):
-        optimizer.apply([tensor([1.0]), tensor([1.0])], [variable])
-    assert not optimizer.built
-
-
-def test_variables_are_taken_for_their_values() -> None:
-    first, second = Run(LossScaleOptimizer(sgd()), [1.0, 2.0]), Run(LossScaleOptimizer(sgd()), [3.0, 4.0])
-    first.step([1.0, 1.0])
-    second.optimizer.set_weights(first.optimizer.variables)
-    assert second.optimizer.last_step == first.optimizer.last_step._replace(loss=None)
 
 
 def test_a_loss_is_scaled_once() -> None:

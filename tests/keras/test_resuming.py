@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -43,20 +42,6 @@ def test_what_is_loaded_warns(scale: float) -> None:
         run.optimizer.load_own_variables(stored(dynamic_scale=scale))
     run.apply(np.ones(2))  # that has been said
     assert run.optimizer.last_step.scale == scale
-
-
-@outside
-def test_files_warn(scale: float, tmp_path: Path) -> None:
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.25), policy=RULE), "mse")
-    model.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
-    model.optimizer.dynamic_scale.assign(scale)
-    model.save(tmp_path / "model.keras")
-    model.save_weights(tmp_path / "model.weights.h5")
-    with pytest.warns(UserWarning, match=OUTSIDE[scale]):
-        keras.models.load_model(tmp_path / "model.keras")
-    with pytest.warns(UserWarning, match=OUTSIDE[scale]):
-        model.load_weights(tmp_path / "model.weights.h5")
 
 
 @outside

@@ -6,7 +6,6 @@ import copy
 import json
 import warnings
 import zipfile
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from preamp import (
 from preamp.keras import LossScaleOptimizer
 from tests.strategies import RULES
 
-from .driving import BACKEND, INF, WAYS, Run, Stock, array, dtype_policy, each_backend, same
+from .driving import BACKEND, INF, WAYS, Run, Stock, array, each_backend, same
 
 POLICIES: list[Policy[Any]] = [
     Dynamic(init_scale=64.0, growth_interval=3, hysteresis=2, max_scale=None),
@@ -163,23 +162,6 @@ def test_a_dict_holds_what_the_inner_optimizer_learned_as_well() -> None:
     assert same(*([array(v) for v in model.optimizer.variables] for model in (ours, other)))
 
 
-def test_auto_scale_loss_false_is_no_obstacle(tmp_path: Path) -> None:
-    with dtype_policy("mixed_float16"):
-        model = train(model_of(adam(), auto_scale_loss=False), "0010")
-        again = saved(model, tmp_path)
-        for each in (model, again):
-            train(each, "001")
-    assert same(everything(model), everything(again))
-    assert again.optimizer.loss_scale == 2.0**13
-
-
-def test_a_file_can_be_loaded_twice(tmp_path: Path) -> None:
-    model = train(model_of(adam(policy=POLICIES[0])), "0010")
-    first, second = saved(model, tmp_path), keras.models.load_model(tmp_path / "model.keras")
-    train(first, "000")
-    assert same(everything(second), everything(model))
-
-
 def test_weights_of_stock_keras_bring_scale_and_counter_and_the_next_step(tmp_path: Path) -> None:
     stock = train(model_of(Stock(keras.optimizers.Adam(0.125))), "0010")
     stock.save(tmp_path / "stock.keras")
@@ -231,19 +213,6 @@ def test_configs_hold_the_policy(policy: Policy[Any], way: str) -> None:
     assert same(*(run.trained() for run in runs))
 
 
-@pytest.mark.parametrize("arguments", ARGUMENTS, ids="-".join)
-def test_configs_hold_every_argument(arguments: dict[str, Any]) -> None:
-    optimizer = adam(**arguments)
-    config = optimizer.get_config()
-    json.dumps(config)
-    before = copy.deepcopy(config)
-    again = LossScaleOptimizer.from_config(config)
-    assert config == before
-    assert again.get_config() == config
-    for name, value in arguments.items():
-        assert getattr(again, name) == value
-
-
 def test_a_config_of_stock_keras_makes_ours() -> None:
     stock = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.5), 8.0, 7, name="scaled")
     ours = LossScaleOptimizer.from_config(stock.get_config())
@@ -262,28 +231,6 @@ def test_custom_inner_optimizers_are_found() -> None:
     config = LossScaleOptimizer(Mine(0.5)).get_config()
     again = LossScaleOptimizer.from_config(config, custom_objects={"Mine": Mine})
     assert type(again.inner_optimizer) is Mine
-
-
-def test_set_weights_restores_the_next_step() -> None:
-    make: Callable[[], Run] = lambda: Run(adam(use_ema=True), np.ones(3), np.ones((2, 2)))  # noqa: E731
-    run, other = make().walk("0010"), make().walk("1")
-    for variable, value in zip(other.variables, run.weights(), strict=True):
-        variable.assign(value)
-    other.optimizer.set_weights([array(v) for v in run.optimizer.variables])
-    for each in (run, other):
-        each.walk("0100")
-    assert same(run.everything(), other.everything())
-    assert run.optimizer.last_step._replace(loss=None) == other.optimizer.last_step._replace(loss=None)
-
-
-def test_variables_are_own_and_inner_ones_and_no_others() -> None:
-    run = Run(adam(), np.ones(3)).walk("0")
-    paths = [v.path for v in run.optimizer.variables]
-    assert len(set(map(id, run.optimizer.variables))) == len(paths)
-    for variable in run.optimizer.inner_optimizer.variables:
-        assert any(variable is v for v in run.optimizer.variables)
-    own = len(paths) - len(run.optimizer.inner_optimizer.variables)
-    assert {"dynamic_scale", "step_counter"} <= {path.rsplit("/")[-1] for path in paths[:own]}
 
 
 @pytest.mark.parametrize("arguments", [{"loss_scale_factor": 8.0}, {"policy": POLICIES[1]}], ids="-".join)

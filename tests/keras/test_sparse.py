@@ -108,20 +108,6 @@ def test_a_sparse_gradient_updates_as_under_the_bare_optimizer(
     assert optimizer.skipped_steps == 0
 
 
-@each_place
-def test_a_sparse_gradient_updates_as_under_keras_own_wrapper(places: list[int]) -> None:
-    """On PyTorch Keras's own wrapper takes no sparse gradients: it is given the same ones dense."""
-    rows = [ROWS * SCALE, ROWS * INF, ROWS * SCALE / 2]
-    made = LossScaleOptimizer(INNERS["sgd"](), SCALE), Stock(INNERS["sgd"](), SCALE)
-    theirs = (lambda *given: tensor(dense(*given))) if BACKEND == "torch" else sparse
-    trained = [
-        train(each, [make(row, places) for row in rows])
-        for each, make in zip(made, (sparse, theirs), strict=True)
-    ]
-    assert close(*trained)
-    assert {float(array(optimizer.dynamic_scale)) for optimizer in made} == {SCALE / 2}
-
-
 @each_way
 @pytest.mark.parametrize("bad", [-INF, float("nan")])
 def test_one_stored_number_skips_the_step(bad: float, compiled: bool) -> None:

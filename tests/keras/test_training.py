@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from preamp.keras import LossScaleOptimizer, TraceCallback
+from preamp.keras import LossScaleOptimizer
 
 from .driving import BACKEND, INF, array, close, dtype_policy, each_backend, same, with_jax
 
@@ -99,19 +99,6 @@ def test_mixed_float16_learns_what_float16_alone_loses() -> None:
     assert moved == [True, False]
 
 
-def test_every_step_overflows_for_a_while() -> None:
-    model = model_of(LossScaleOptimizer(adam()))
-    before = weights(model)
-    x, y = data()
-    for _ in range(33):
-        model.train_on_batch(x, y)
-    assert same(weights(model), before)
-    assert model.optimizer.loss_scale == 2.0**-14
-    model.train_on_batch(*data(overflow=False))
-    assert array(model.optimizer.iterations) == 1
-    assert all(np.isfinite(w).all() for w in weights(model))
-
-
 @with_jax
 def test_the_loss_that_is_reported_is_not_scaled() -> None:
     ours, plain = (model_of(each) for each in (LossScaleOptimizer(adam()), adam()))
@@ -146,29 +133,6 @@ def test_fit_with_arguments_on_the_wrapper(arguments: dict[str, Any], jit_compil
     for model in (ours, plain):
         fit(model, overflow=False)
     assert close(weights(ours), weights(plain))
-
-
-def test_learning_rate_scheduler_sets_the_rate_of_the_inner_optimizer() -> None:
-    ours, plain = (model_of(each) for each in (LossScaleOptimizer(adam()), adam()))
-    histories = [
-        fit(
-            model,
-            3,
-            overflow=False,
-            callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)],
-        )
-        for model in (ours, plain)
-    ]
-    assert histories[0]["learning_rate"] == histories[1]["learning_rate"] == [0.0625, 0.03125, 0.015625]
-    assert array(ours.optimizer.inner_optimizer.learning_rate) == 0.015625
-    assert close(weights(ours), weights(plain))
-
-
-def test_reduce_on_plateau_reaches_the_inner_optimizer() -> None:
-    model = model_of(LossScaleOptimizer(keras.optimizers.SGD(0.5)))
-    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=1e9)
-    fit(model, 3, overflow=False, callbacks=[plateau])
-    assert array(model.optimizer.inner_optimizer.learning_rate) == 0.125
 
 
 @with_jax
@@ -240,18 +204,3 @@ def test_steps_per_execution(steps: int) -> None:
         fit(model)
     assert close(weights(one), weights(several))
     assert several.optimizer.skipped_steps == 2
-
-
-def test_a_string_of_an_optimizer_under_mixed_float16_is_still_keras_own() -> None:
-    with dtype_policy("mixed_float16"):
-        assert type(model_of("sgd").optimizer) is keras.optimizers.LossScaleOptimizer
-
-
-@each_backend
-def test_training_with_callback_and_everything(tmp_path: Path) -> None:
-    with dtype_policy("mixed_float16"):
-        model = model_of(LossScaleOptimizer(adam(), 16.0, 3, use_ema=True, clipnorm=1.0))
-        callback = TraceCallback(tmp_path / "trace.jsonl")
-        history = fit(model, 2, validation_data=data(False), callbacks=[callback])
-    assert history["skipped_steps"] == [1, 2]
-    assert len(callback.trace) == 12

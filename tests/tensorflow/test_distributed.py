@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-from preamp import Dynamic, ScaleExhausted, UsageError
+from preamp import UsageError
 from preamp.tensorflow import LossScaleOptimizer
 from tests.combinations import combinations
 
@@ -101,25 +101,6 @@ def test_gradients_that_are_not_summed_are_agreed_on_all_the_same(
     assert np.isfinite(seen[-1][1]).all()
     theirs = run(strategy, lambda: Peer(inner(kind), **ARGUMENTS), SCRIPT[:2], **argument)
     assert not np.isfinite(theirs[-1][1]).all()  # it looks at the first replica alone
-
-
-@each_kind_trained
-def test_a_fixed_scale_skips_on_all_replicas(kind: str, strategy: Any) -> None:
-    make = lambda: LossScaleOptimizer(inner(kind), dynamic=False, initial_scale=64.0)  # noqa: E731
-    seen = run(strategy, make, ["00", "01"])
-    assert [state for state, _ in seen] == [(64.0, -1.0)] * 2
-    assert seen[0][1] == seen[1][1] == [[0.0, 1.0]] * 2
-
-
-@of_tf_keras_trained
-def test_a_policy_that_gives_up_is_asked_after_the_step(kind: str, strategy: Any) -> None:
-    with strategy.scope():
-        optimizer = LossScaleOptimizer(
-            inner(kind), policy=Dynamic(init_scale=2.0, min_scale=2.0, at_floor="raise")
-        )
-    run(strategy, lambda: optimizer, ["01", "00"])
-    with pytest.raises(ScaleExhausted):
-        optimizer.check_exhausted()
 
 
 @each_kind_trained

@@ -158,16 +158,6 @@ def test_a_callable_loss_may_branch(kind: str) -> None:
     assert float(variable) == 4.5
 
 
-def test_a_callable_loss_of_minimize_may_branch_with_keras() -> None:
-    """tf_keras calls it from functions that AutoGraph leaves alone."""
-    optimizer, variable = wrapped("keras"), tf.Variable(1.0)
-    loss = lambda: variable * 1.0 if variable > 0.75 else variable * -8.0  # noqa: E731
-    train = tf.function(lambda: optimizer.minimize(loss, [variable]))
-    train()
-    train()
-    assert float(variable) == 4.5
-
-
 @each_kind
 def test_a_scale_read_in_a_graph_follows(kind: str) -> None:
     optimizer = wrapped(kind, initial_scale=8.0, dynamic_growth_steps=1)

@@ -47,14 +47,6 @@ def test_the_loss_of_a_step_is_that_of_all_its_micro_steps(kind: str, compiled: 
         assert optimizer.last_step.loss == sum(factors)
 
 
-@of_tf_keras
-@pytest.mark.parametrize("loss", [-INF])
-def test_a_loss_that_diverged_is_recorded(kind: str, loss: float) -> None:
-    optimizer, variable = wrapped(kind), tf.Variable([1.0, 2.0])
-    stepping(optimizer, variable, compiled=False)(tf.constant([loss]))
-    assert optimizer.last_step.loss == loss
-
-
 @kind_and_way
 def test_minimize_records_it(kind: str, compiled: bool) -> None:
     optimizer, variable = wrapped(kind), tf.Variable(2.0)

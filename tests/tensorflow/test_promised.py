@@ -95,15 +95,6 @@ def test_a_subclass_is_an_optimizer_of_the_library_of_the_inner_one(kind: str) -
 
 
 @each_kind
-def test_a_subclass_may_have_arguments_of_its_own(kind: str) -> None:
-    optimizer = Told(inner(kind), note="here", initial_scale=8.0)
-    assert (optimizer.note, float(optimizer.loss_scale)) == ("here", 8.0)
-    assert Told(inner_optimizer=inner(kind)).initial_scale == 2.0**15
-    with pytest.raises(TypeError, match='"inner_optimizer" must be'):
-        Told("sgd")
-
-
-@each_kind
 def test_a_configuration_has_the_arguments_of_a_subclass(kind: str) -> None:
     made = Registered(inner(kind), note="here", initial_scale=8.0)
     again = Registered.from_config(made.get_config())
@@ -149,13 +140,6 @@ def test_it_may_take_the_name_of_the_librarys_own(kind: str, monkeypatch: pytest
 
 
 KerasOwn = keras.optimizers.LossScaleOptimizer
-
-
-@each_kind
-def test_a_whole_number_of_steps_may_be_a_float(kind: str) -> None:
-    optimizer = wrapped(kind, initial_scale=8.0, dynamic_growth_steps=2.0)
-    assert play(optimizer, "000", tf.Variable([1.0, 1.0]), lambda: float(optimizer.loss_scale)) == [8, 16, 16]
-    assert type(optimizer.dynamic_growth_steps) is int
 
 
 # finalize_variable_values().

@@ -11,7 +11,7 @@ import tensorflow as tf
 from preamp import Dynamic, InexactScale, Reading, ScaleExhausted, UsageError
 from preamp.tensorflow import LossScaleOptimizer
 
-from .kinds import Peer, each_kind, gradients, inner, numbers, of_tf_keras, play, step, wrapped
+from .kinds import Peer, each_kind, gradients, inner, numbers, of_tf_keras, play, wrapped
 
 HALVES = [tf.float16, tf.bfloat16]
 
@@ -34,12 +34,6 @@ def test_gradients_of_a_half_type_are_divided_in_float32_and_come_back_in_it(kin
     assert (dense.dtype, none, sparse.dtype) == (dtype, None, dtype)
     assert dense.numpy().tolist() == [2.0**-17, 3.0 * 2.0**-17]
     assert sparse.values.numpy().tolist() == [[tf.cast(96.0 / 2.0**25, dtype).numpy()]]
-
-
-@each_kind
-def test_what_is_too_small_for_float16_is_lost_with_the_scale(kind: str) -> None:
-    (unscaled,) = wrapped(kind, initial_scale=2.0**25).get_unscaled_gradients([tf.constant(0.5, tf.float16)])
-    assert float(unscaled) == 0.0
 
 
 @each_kind
@@ -124,17 +118,6 @@ def test_all_gradients_none_is_an_error(kind: str) -> None:
 
 
 @each_kind
-def test_an_overflow_that_only_unscaling_makes_is_noticed(kind: str) -> None:
-    optimizer, variable = wrapped(kind, initial_scale=2.0**-20), tf.Variable(1.0)
-    optimizer.get_scaled_loss(tf.constant(1.0))
-    optimizer.apply_gradients(
-        zip(optimizer.get_unscaled_gradients([tf.constant(1e35)]), [variable], strict=True)
-    )
-    assert float(variable) == 1.0
-    assert optimizer.skipped_steps == 1
-
-
-@each_kind
 @pytest.mark.filterwarnings("ignore:.*float16 variable")
 def test_a_float16_variable_takes_no_inf(kind: str) -> None:
     optimizer, variable = wrapped(kind, initial_scale=1.0), tf.Variable(1.0, dtype=tf.float16)
@@ -149,7 +132,6 @@ def test_a_float16_variable_takes_no_inf(kind: str) -> None:
 @each_kind
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
 def test_a_skipped_step_changes_nothing_else(kind: str, name: str) -> None:
-    from preamp.tensorflow import LossScaleOptimizer
 
     settings = {} if name == "Adam" else {"momentum": 0.9}
     optimizer, variable = LossScaleOptimizer(inner(kind, name, **settings)), tf.Variable([1.0, 2.0])
@@ -184,13 +166,6 @@ def test_what_was_forgotten_is_said_once(kind: str, scales: bool, unscales: bool
 
 
 @each_kind
-def test_nothing_is_said_where_nothing_was_forgotten(kind: str) -> None:
-    optimizer, variable = wrapped(kind), tf.Variable([1.0, 1.0])
-    step(optimizer, [1.0, 1.0], variable)
-    optimizer.minimize(lambda: tf.reduce_sum(variable), [variable])
-
-
-@each_kind
 def test_the_last_step(kind: str) -> None:
     optimizer, variable = wrapped(kind, initial_scale=8.0, dynamic_growth_steps=1), tf.Variable([1.0, 1.0])
     assert optimizer.last_step is None
@@ -214,27 +189,6 @@ def test_the_last_step_cannot_be_read_in_a_graph(kind: str) -> None:
 
     with pytest.raises(UsageError, match=r"outside tf\.function"):
         read()
-
-
-@of_tf_keras
-@pytest.mark.parametrize("steps", [0, -1, 2.7])
-def test_tf_keras_takes_intervals_that_cannot_work(kind: str, steps: Any) -> None:
-    assert Peer(inner(kind), dynamic_growth_steps=steps).dynamic_growth_steps == int(steps)
-    with pytest.raises(ValueError, match="whole number"):
-        wrapped(kind, dynamic_growth_steps=steps)
-
-
-def test_tf_keras_delegates_no_hyperparameters_of_its_newer_optimizers() -> None:
-    for name in ("momentum", "clipnorm", "weight_decay"):
-        assert not hasattr(Peer(inner("tf_keras")), name)
-        assert hasattr(wrapped("tf_keras"), name)
-
-
-@of_tf_keras
-def test_tf_keras_only_logs_what_was_forgotten(kind: str) -> None:
-    Peer(inner(kind)).apply_gradients(
-        [(tf.constant(1.0), tf.Variable(1.0))]
-    )  # no warning, or it were an error
 
 
 GIVES_UP = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise")
@@ -308,41 +262,6 @@ def test_the_first_time_that_a_policy_gave_up_is_kept(kind: str, compiled: bool)
         optimizer.check_exhausted()
     assert (raised.value.scale, raised.value.overflows) == (1.0, 4)
     assert compiled or (first is not None and str(first) == str(raised.value))
-
-
-@each_kind
-@pytest.mark.parametrize(("compiled", "dtype"), [(False, "float16"), (True, "float32"), (False, "float64")])
-@pytest.mark.filterwarnings("ignore:.*is a float16 variable:UserWarning")
-def test_the_record_has_the_norm_of_unscaled_gradients_before_clipping(
-    kind: str, compiled: bool, dtype: str
-) -> None:
-    optimizer = LossScaleOptimizer(inner(kind, global_clipnorm=1.0), initial_scale=64.0)
-    one, other = tf.Variable([1.0, 2.0], dtype=dtype), tf.Variable([[3.0]], dtype=dtype)
-
-    def train(factor: Any) -> None:
-        def loss() -> Any:
-            first, second = (tf.cast(variable, tf.float32) for variable in (one, other))
-            return tf.reduce_sum(first * [3.0, 4.0]) * factor + second[0, 0] * 12.0
-
-        optimizer.minimize(loss, [one, other])
-
-    step = tf.function(train) if compiled else train
-    step(tf.constant(1.0))
-    assert optimizer.last_step.grad_norm == 13.0
-    step(tf.constant(float("inf")))
-    assert optimizer.last_step.grad_norm is None
-    step(tf.constant(0.0))
-    assert optimizer.last_step.grad_norm == 12.0
-
-
-@each_kind
-def test_gradients_keep_the_scale_of_their_loss_when_it_grows(kind: str) -> None:
-    optimizer, variable = wrapped(kind, initial_scale=8.0, dynamic_growth_steps=1), tf.Variable([1.0, 1.0])
-    for _ in range(3):
-        (gradient,) = gradients(optimizer, [1.0, 2.0], variable)
-        assert gradient.numpy().tolist() == [1.0, 2.0]
-        optimizer.apply_gradients([(gradient, variable)])
-    assert numbers(optimizer)[0] == 64.0
 
 
 def test_gradients_are_not_divided_twice() -> None:

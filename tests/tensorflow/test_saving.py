@@ -131,19 +131,6 @@ def test_a_fixed_scale_is_not_moved_by_a_checkpoint(kind: str, tmp_path: Path) -
 
 
 @each_kind_trained
-def test_a_counter_restored_past_the_interval_still_grows(kind: str, tmp_path: Path) -> None:
-    _, _, again, other, _ = after_a_checkpoint(
-        kind,
-        tmp_path,
-        "00000",
-        lambda: adam(kind, initial_scale=64.0, dynamic_growth_steps=10),
-        lambda: adam(kind, initial_scale=64.0, dynamic_growth_steps=2),
-    )
-    assert numbers(again) == (64.0, 5.0)
-    assert play(again, "0", other, lambda: numbers(again)[0]) == [128.0]
-
-
-@each_kind_trained
 @pytest.mark.parametrize("arguments", [ARGUMENTS, {"policy": POLICIES[1]}], ids=str)
 def test_keras_files_restore_the_scale_and_the_counter(
     kind: str, arguments: dict[str, Any], tmp_path: Path
@@ -180,15 +167,6 @@ def test_the_older_formats_of_tf_keras_restore_them_too(kind: str, name: str, tm
     assert numbers(again.optimizer) == numbers(model.optimizer) == (128.0, 0.0)
     if name == "model.h5":  # a SavedModel loses what the optimizer learned, as with a bare one
         assert same_weights(again, model)
-
-
-@of_tf_keras_trained
-@pytest.mark.parametrize("name", ["model.keras", "model.h5"])
-def test_tf_keras_starts_again_with_all_of_them(kind: str, name: str, tmp_path: Path) -> None:
-    model = train(model_of(kind, adam(kind, Peer, **ARGUMENTS)), "001")
-    again = load(kind, save(model, tmp_path / name))
-    assert numbers(model.optimizer) == (32.0, 0.0)
-    assert numbers(again.optimizer) == (64.0, 0.0)
 
 
 @of_tf_keras_trained

@@ -118,18 +118,6 @@ def test_gradients_that_are_not_summed_are_seen_on_all_replicas(kind: str, strat
 
 
 @of_tf_keras
-def test_what_a_policy_remembers_is_in_the_configuration(kind: str) -> None:
-    optimizer, variable = LossScaleOptimizer(inner(kind), policy=POLICY), tf.Variable([1.0, 2.0])
-    take = stepping(optimizer, variable)
-    for values in SCRIPT[:4]:
-        take(tf.constant(values))
-    again = LossScaleOptimizer(inner(kind), policy=POLICY)
-    again._loss_scale.restore(optimizer._loss_scale.numbers())
-    assert remembered(again) == remembered(optimizer) == [2.0, 3.5]
-    assert again.last_step == optimizer.last_step._replace(loss=None)
-
-
-@of_tf_keras
 def test_headroom_moves_as_on_floats(kind: str) -> None:
     policy = Headroom(init_scale=2.0**30, margin=1)
     optimizer, variable = LossScaleOptimizer(inner(kind), policy=policy), tf.Variable(tf.ones(4))

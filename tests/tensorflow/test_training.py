@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -14,7 +13,6 @@ import tensorflow as tf
 import tf_keras
 
 from preamp import Dynamic, ScaleExhausted
-from preamp.keras import TraceCallback
 from preamp.tensorflow import LossScaleOptimizer
 
 from .kinds import Peer, each_kind_trained, inner, numbers, of_tf_keras_trained, wrapped
@@ -70,18 +68,6 @@ def test_fit_takes_the_steps_of_the_bare_optimizer(kind: str) -> None:
         assert np.array_equal(ours, theirs)
     assert numbers(model.optimizer) == (2.0**15, 12.0)
     assert model.optimizer.skipped_steps == 0
-
-
-def test_compile_under_mixed_float16_takes_it_as_it_is() -> None:
-    with policy_of(keras, "mixed_float16"):
-        optimizer = LossScaleOptimizer(inner("keras", "Adam", 0.05), dynamic_growth_steps=10)
-        model = model_of("keras", optimizer)
-        assert model.optimizer is optimizer
-        losses = fit(model, epochs=20)
-    assert losses[-1] < losses[0] / 4
-    assert optimizer.last_step.index == 79
-    assert optimizer.last_step.new_scale > 2.0**15
-    assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
 
 @of_tf_keras_trained
@@ -170,15 +156,6 @@ def test_fit_and_a_loop_take_turns_with_keras() -> None:
     for ours, theirs in zip(model.get_weights(), bare.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
     assert model.optimizer.last_step.index == 3
-
-
-def test_the_trace_of_keras(tmp_path: Path) -> None:
-    model = model_of("keras", wrapped("keras", initial_scale=64.0, dynamic_growth_steps=2))
-    recorder = TraceCallback(tmp_path / "trace.jsonl")
-    x, y = data()
-    history = model.fit(x, y, batch_size=4, verbose=0, callbacks=[recorder]).history
-    assert [step.new_scale for step in recorder.trace] == [64.0, 128.0, 128.0, 256.0]
-    assert history["loss_scale"] == [256.0]
 
 
 @of_tf_keras_trained
