@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp import Dynamic, Moving, Policy, Reading, ScaleExhausted, State, Tolerant, dialects
@@ -34,6 +34,7 @@ def original(module: ModuleType, saved: dict[str, Any]) -> Any:
     return scaler
 
 
+@settings(max_examples=40)
 @given(policies, scripts)
 def test_every_policy_goes_on_from_its_attributes(policy: Policy[Any], script: str) -> None:
     attributes, state = ScalerAttributes(policy), policy.start()
@@ -52,6 +53,7 @@ def test_every_policy_goes_on_from_its_attributes(policy: Policy[Any], script: s
         assert attributes.read(saved).good == state.good
 
 
+@settings(max_examples=40)
 @given(deepspeeds, scripts)
 def test_deepspeeds_own_rule_leaves_what_deepspeed_leaves(peer: ModuleType, policy: Any, script: str) -> None:
     """Attribute by attribute, so that it goes on with them as if it had been there all along."""
@@ -72,6 +74,7 @@ def test_deepspeeds_own_rule_leaves_what_deepspeed_leaves(peer: ModuleType, poli
         assert {name: getattr(scaler, name) for name in saved} == saved
 
 
+@settings(max_examples=40)
 @given(scripts.filter(bool), scripts.filter(bool))
 def test_a_record_is_forgotten_when_deepspeed_goes_on_alone(
     peer: ModuleType, before: str, after: str

@@ -83,13 +83,13 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 scripts = st.lists(st.booleans(), max_size=80)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(scripts, st.integers(1, 5), st.sampled_from([1.0, 1e-4, 2.0**31]))
 def test_without_hysteresis_the_listing_is_ours(script: list[bool], window: int, floor: float) -> None:
     assert scales(ours(window, 1, floor), script) == scales(Listing(window, 1, floor), script)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(scripts, st.integers(1, 5), st.integers(2, 4))
 def test_with_hysteresis_it_is_ours_until_the_scale_grows(
     script: list[bool], window: int, hysteresis: int
@@ -107,7 +107,7 @@ def test_the_listing_never_gives_hysteresis_back() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.floats(-1e3, 1e3) | st.sampled_from([math.inf, -math.inf, math.nan]), max_size=50))
 def test_the_checks_agree_on_what_a_sum_can_hold(dtype: torch.dtype, numbers: list[float]) -> None:
     x = torch.tensor(numbers, dtype=dtype)

@@ -91,9 +91,15 @@ def policy_of(precision: str) -> Any:
     return POLICIES.get(precision, Static(1.0))
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("precision", CONFIGS)
+@pytest.mark.parametrize(
+    ("precision", "rule", "accumulation"),
+    [
+        *(("fp16", rule, 1) for rule in RULES),
+        ("bf16", "spike", 2),
+        ("float32", "norm", 1),
+        ("autocast", "olmo", 2),
+    ],
+)
 def test_our_engine_decides_as_a_simulation(precision: str, rule: str, accumulation: int) -> None:
     run = Run(CONFIGS[precision], RULES[rule](), gradient_accumulation_steps=accumulation)
     for index, step in enumerate(script()):
@@ -130,7 +136,7 @@ def test_a_spike_leaves_our_engine_as_it_was(precision: str, caplog: pytest.LogC
             assert caplog.records[0].__dict__["reason"] == "spike"
 
 
-@pytest.mark.parametrize("precision", CONFIGS)
+@pytest.mark.parametrize("precision", ["fp16", "float32"])
 def test_our_checkpoints_hold_the_guards_state(precision: str) -> None:
     run, later = (Run(CONFIGS[precision], RULES["olmo"]()) for _ in range(2))
     for step in script()[:CUT]:
@@ -208,16 +214,14 @@ def test_an_attached_guard_decides_as_a_simulation(play: Play, ranks: int, kind:
     assert all(answer == answers[0] for answer in answers)
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(1, kind) for kind in HALVES] + [(2, "1"), (2, "3")])
+@pytest.mark.parametrize(("ranks", "kind"), [(1, kind) for kind in HALVES] + [(2, "1")])
 def test_a_guard_can_be_attached_in_bfloat16(play: Play, ranks: int, kind: str) -> None:
     """What is not finite is skipped, too, which DeepSpeed alone does not do."""
     for answer in play(ranks, f"half {kind}"):
         check(answer, Static(1.0), "spike", script())
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kind"), [(1, kind) for kind in ("0", "0 fused", "1", "2", "3")] + [(2, "1"), (2, "3")]
-)
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "0"), (1, "1"), (1, "3"), (2, "1")])
 def test_an_attached_guard_is_told_the_mean_of_the_micro_steps(play: Play, ranks: int, kind: str) -> None:
     for answer in play(ranks, f"accumulated {kind}"):
         check(answer, CONFIGURED, "spike", script())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import preamp
@@ -97,6 +97,7 @@ def test_only_skipped_steps_are_logged(written: list[logging.LogRecord]) -> None
     assert [record.step for record in written] == [4]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from([0, 0, 0, 1, 3, 10]), max_size=60), st.integers(1, 5))
 def test_every_skipped_step_is_written_or_counted(pauses: list[int], limit: int) -> None:
     clock, times = Clock(), []

@@ -16,12 +16,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import preamp.deepspeed
 from preamp import PolicyError, ScaleExhausted, UsageError
-from preamp.deepspeed import CreateLossScaler, DynamicLossScaler, LossScaler, LossScalerBase
-from preamp.deepspeed.overflow_log import OverflowLog
+from preamp.deepspeed import CreateLossScaler, DynamicLossScaler, LossScaler, LossScalerBase, OverflowLog
 
 NAMES = ("LossScalerBase", "LossScaler", "DynamicLossScaler", "CreateLossScaler")
 ARGUMENTS: dict[str, Any] = {
@@ -100,7 +98,7 @@ def walk_abreast(ours: Any, theirs: Any, script: list[Any]) -> None:
         assert ours.loss_scale == theirs.loss_scale
 
 
-@settings(per_module, max_examples=300)
+@settings(per_module, max_examples=60)
 @given(arguments=_arguments, script=_scripts)
 def test_every_sequence_is_deepspeeds(
     peer: ModuleType, arguments: dict[str, Any], script: list[bool]
@@ -108,7 +106,7 @@ def test_every_sequence_is_deepspeeds(
     walk_abreast(DynamicLossScaler(**arguments), peer.DynamicLossScaler(**arguments), script)
 
 
-@settings(per_module, max_examples=200)
+@settings(per_module, max_examples=50)
 @given(arguments=_arguments, script=_rough_scripts)
 def test_attributes_can_be_set_at_any_time(
     peer: ModuleType, arguments: dict[str, Any], script: list[Any]
@@ -116,7 +114,7 @@ def test_attributes_can_be_set_at_any_time(
     walk_abreast(DynamicLossScaler(**arguments), peer.DynamicLossScaler(**arguments), script)
 
 
-@settings(per_module, max_examples=50)
+@settings(per_module, max_examples=20)
 @given(arguments=_arguments, head=_scripts, tail=_scripts)
 def test_a_pickle_or_the_attributes_of_either_go_on(
     peer: ModuleType, arguments: dict[str, Any], head: list[bool], tail: list[bool]
@@ -128,10 +126,6 @@ def test_a_pickle_or_the_attributes_of_either_go_on(
     vars(from_theirs).update(vars(theirs))
     walk_abreast(from_theirs, copy.copy(theirs), tail)
     walk_abreast(pickle.loads(pickle.dumps(ours)), from_ours, tail)
-
-
-def test_long_runs_are_deepspeeds(peer: ModuleType) -> None:
-    walk_abreast(scaler(), peer.DynamicLossScaler(**ARGUMENTS), [False] * 2003 + [True] * 25 + [False] * 1100)
 
 
 def test_the_attributes_by_name_are_those_of_deepspeed(peer: ModuleType) -> None:
@@ -303,7 +297,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", FLOATS)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(st.lists(st.sampled_from([0.0, 1.0, -2.0, INF, -INF, NAN]), min_size=1, max_size=40))
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 def test_it_finds_every_inf_and_nan(dtype: torch.dtype, layout: str, numbers: list[float]) -> None:
@@ -319,12 +313,6 @@ def test_the_largest_numbers_are_finite(dtype: torch.dtype) -> None:
     big = torch.finfo(dtype).max
     for x in (torch.full((1000,), big, dtype=dtype), torch.tensor([big, -big], dtype=dtype)):
         assert not scaler()._has_inf_or_nan(x)
-
-
-def test_a_million_large_halves_are_finite() -> None:
-    x = torch.full((2**20,), 65504.0, dtype=torch.float16)
-    assert not x.norm().isfinite()
-    assert not DynamicLossScaler._has_inf_or_nan(x)
 
 
 @pytest.mark.parametrize(
@@ -349,39 +337,6 @@ def test_sparse_entries_at_one_place_add_up() -> None:
     twice = torch.sparse_coo_tensor([[0, 0]], torch.tensor([3e38, 3e38]), (2,), check_invariants=True)
     assert DynamicLossScaler._has_inf_or_nan(twice)
     assert DynamicLossScaler._has_inf_or_nan(torch.tensor([NAN]).to(torch.float8_e4m3fn))
-
-
-def test_deepspeeds_check_cannot_be_called_on_a_scaler(peer: ModuleType) -> None:
-    """So its has_overflow_serial raises. Ours can."""
-    weight = torch.nn.Parameter(torch.ones(1))
-    weight.grad = torch.ones(1)
-    with pytest.raises(TypeError):
-        peer.DynamicLossScaler(**ARGUMENTS).has_overflow_serial([weight])
-    assert not scaler().has_overflow_serial([weight])
-
-
-class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest result of an operation has."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = [r for r in torch.utils._pytree.tree_leaves(result) if isinstance(r, torch.Tensor)]
-        views = "detach" in str(func) or "alias" in str(func)
-        self.numel = max([self.numel, *[r.numel() for r in made if not views]])
-        return result
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_the_check_makes_no_copy(dtype: torch.dtype) -> None:
-    x = torch.ones(1000, dtype=dtype)
-    with Largest() as largest:
-        assert not DynamicLossScaler._has_inf_or_nan(x)
-    assert largest.numel == 1
-    with Largest() as largest:
-        assert x.float().sum() + 1.0 == 1001.0
-    assert largest.numel == (1 if dtype is torch.float32 else 1000)
 
 
 def parameters(*gradients: Any) -> list[torch.nn.Parameter]:

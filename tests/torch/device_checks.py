@@ -14,12 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from preamp import Headroom
-from preamp.arrays.torch import Gradients
-from preamp.arrays.torch_devices import widest
 from preamp.torch import GradScaler, Lens, MasterWeights
-from tests.combinations import combinations
 
 from .stand_in_device import install
+from .switches import Gradients, arrays, torch_devices
 
 KERNELS = ("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_")
 DEVICE = os.environ.get("PREAMP_TEST_DEVICE", "cpu")
@@ -30,7 +28,7 @@ elif DEVICE == "stand-in without float64":
 STANDS_IN = DEVICE.startswith("stand-in")
 if STANDS_IN:
     DEVICE = "npu"
-WIDE = widest(torch.device(DEVICE))
+WIDE = torch_devices.widest(torch.device(DEVICE))
 INF = float("inf")
 LOSSES = (1.0, 1.0, INF, 1.0, 1.0, 1.0)  # what the loss of each step is multiplied by
 
@@ -111,7 +109,7 @@ PAIRS = [
 ]
 
 
-@combinations(PAIRS, kind=OPTIMIZERS, policy=POLICIES, clip=CLIPS)
+@pytest.mark.parametrize(("kind", "policy", "clip"), PAIRS)
 def test_a_training_goes_as_on_the_cpu(kind, policy, clip):
     here, there = (trained(where, kind, POLICIES[policy](), CLIPS[clip]) for where in (DEVICE, "cpu"))
     same(here[0], there[0])
@@ -246,7 +244,6 @@ def test_keras_reads_and_unscales_there():
     keras = pytest.importorskip("keras")
     if keras.backend.backend() != "torch":
         pytest.skip("Keras has another backend in this process")
-    from preamp.arrays import torch as arrays
     from preamp.keras import on_torch
 
     counted = [torch.tensor(7, dtype=torch.int64), torch.tensor(3, dtype=torch.int32), torch.tensor(0.5)]

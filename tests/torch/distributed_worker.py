@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import preamp.torch
 from preamp.errors import PolicyError
-from preamp.torch.scaling import grad_scaler
+from tests.torch import switches
 from tests.torch.distributed_training import (
     BATCH,
     OVERFLOW,
@@ -91,7 +91,7 @@ def ddp(*, first_listens: bool = False, **how: Any) -> Seen:
 
     steps: list[int] = []
     training.optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    with mock.patch.object(grad_scaler, "_reads_are_free", return_value=not first_listens):
+    with switches.reads_are_free(not first_listens):
         return {**training.run(backward), "stepped": len(steps)}
 
 

@@ -46,19 +46,6 @@ class ResNet(nn.Module):
         return self.fc(self.global_pool(self.layer2(self.layer1(x))))
 
 
-class Classifier(nn.Module):
-    """An LSTM that classifies sequences of words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.lstm = nn.Embedding(WORDS, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 5)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out, _ = self.lstm(self.embed(ids))
-        return self.head(self.norm(out[:, -1]))
-
-
 class Einsum(nn.Module):
     """Attention with a residual, written with einsum or PyTorch's fused operator."""
 
@@ -127,25 +114,6 @@ def _llama(attention: str) -> nn.Module:
     return hub.LlamaForCausalLM(config)
 
 
-def _bert(attention: str) -> nn.Module:
-    hub = pytest.importorskip("transformers")  # which no row of tests/matrix.py has
-    config = hub.BertConfig(
-        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=12, num_hidden_layers=1, num_labels=3,
-        num_attention_heads=HEADS, max_position_embeddings=16, hidden_dropout_prob=0.0, pad_token_id=0,
-        attention_probs_dropout_prob=0.0, attn_implementation=attention,
-    )  # fmt: skip
-    return hub.BertForSequenceClassification(config)
-
-
-def _t5(attention: str) -> nn.Module:
-    hub = pytest.importorskip("transformers")  # which no row of tests/matrix.py has
-    config = hub.T5Config(
-        vocab_size=WORDS, d_model=WIDTH, d_kv=4, d_ff=12, num_layers=1, num_heads=HEADS, dropout_rate=0.0,
-        decoder_start_token_id=0, use_cache=False, attn_implementation=attention,
-    )  # fmt: skip
-    return hub.T5ForConditionalGeneration(config)
-
-
 def _ids(rows: int = 2) -> Tensor:
     return torch.randint(1, WORDS, (rows, 6), generator=torch.Generator().manual_seed(3))
 
@@ -160,10 +128,6 @@ def _images(rows: int = 2) -> Tensor:
 
 def _logits(model: Any, ids: Tensor) -> Tensor:
     return model(input_ids=ids).logits
-
-
-def _from_text_to_text(model: Any, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, labels=ids).logits
 
 
 class Example:
@@ -194,14 +158,8 @@ def _plain(model: Any, x: Tensor) -> Tensor:
 
 
 EXAMPLES = {
-    "llama eager": Example(lambda: _llama("eager"), _ids, _logits),
     "llama sdpa": Example(lambda: _llama("sdpa"), _ids, _logits),
-    "bert eager": Example(lambda: _bert("eager"), _ids, _logits),
-    "bert sdpa": Example(lambda: _bert("sdpa"), _ids, _logits),
-    "t5 eager": Example(lambda: _t5("eager"), _ids, _from_text_to_text),
-    "t5 sdpa": Example(lambda: _t5("sdpa"), _ids, _from_text_to_text),
     "resnet": Example(ResNet, _images, _plain),
-    "lstm": Example(Classifier, _ids, _plain),
     "einsum": Example(Einsum, _tokens, _plain),
     "attention": Example(lambda: Einsum(fused=True), _tokens, _plain),
     "encoder layer": Example(

@@ -17,13 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 HALF, BRAIN, FULL, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 BASE = (False, BRAIN, True)  # the state of a thread outside of all regions
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
-COMPILED = ["around", *(["inside"] if RELEASE > (2, 6) else [])]  # 2.6 compiles no code that makes a region
-WAYS = ["eager", *COMPILED]
-ways, compiled_ways = (pytest.mark.parametrize("way", which) for which in (WAYS, COMPILED))
-# One compiled way each time, and the other one in `make test-slow`.
-quick_ways = pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in COMPILED[:-1])) for way in WAYS]
-)
+COMPILED = "inside" if RELEASE > (2, 6) else "around"  # 2.6 compiles no code that makes a region
+WAYS = ["eager", COMPILED]
+ways = pytest.mark.parametrize("way", WAYS)
 since_2_7 = pytest.mark.skipif(RELEASE == (2, 6), reason="PyTorch 2.6 compiles no code that makes a region")
 since_2_12 = pytest.mark.skipif(RELEASE < (2, 12), reason="PyTorch 2.10 compiles no method of a region")
 # For a function that is compiled for more states of autocast than the compiler finds reasonable.

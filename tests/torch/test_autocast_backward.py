@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from preamp import casting
 from preamp.torch import autocast, custom_bwd, custom_fwd
-from tests.combinations import combinations, in_one_test
+from tests.combinations import in_one_test
 
 from .regions import (
     BASE,
@@ -75,19 +75,16 @@ def test_derivatives_are_those_of_casts_by_hand(name, call, rule, dtypes, backwa
         assert [one.dtype for one in first] == [one.dtype for one in expected]
 
 
-DERIVATIVES = [("mixed", rule, COMPILED[-1]) for rule in ("lower", "widest")]
-
-
-@combinations(quick=DERIVATIVES, dtypes=LEAVES, rule=["lower", "float32", "widest"], way=COMPILED)
-def test_derivatives_of_what_is_compiled_are_those_of_what_is_not(rule, dtypes, way):
+@pytest.mark.parametrize("rule", ["lower", "widest"])
+def test_derivatives_of_what_is_compiled_are_those_of_what_is_not(rule):
     """By the backend "eager": with others PyTorch has no second derivatives of compiled functions."""
-    leaves = [leaf.to(dtype) for leaf, dtype in zip((A, A.t().exp()), LEAVES[dtypes], strict=True)]
+    leaves = [leaf.to(dtype) for leaf, dtype in zip((A, A.t().exp()), LEAVES["mixed"], strict=True)]
 
     def each(a, b):
         return [call(a, b).float() for name, call in DIFFERENTIABLE if name != "softmax"]
 
     make = partial(autocast, "cpu", HALF, casting=getattr(EDIT, rule)(*(name for name, _ in DIFFERENTIABLE)))
-    run, eager = (run_in(one, make, each, "eager") for one in (way, "eager"))
+    run, eager = (run_in(one, make, each, "eager") for one in (COMPILED, "eager"))
     for place in range(len(DIFFERENTIABLE) - 1):
         outcomes = [derivatives(lambda *ab: function(*ab)[place], leaves) for function in (run, eager)]  # noqa: B023
         assert all_same(*outcomes)
@@ -100,28 +97,15 @@ def test_float64_goes_through_every_rule_with_its_gradients(rule):
         assert torch.autograd.gradcheck(autocast("cpu", casting=getattr(EDIT, rule)(name))(call), leaves)
 
 
-@combinations(quick=[("lower", COMPILED[-1])], rule=["lower", "float32", "widest", "untouched"], way=COMPILED)
-def test_float64_goes_through_every_rule_with_its_gradients_in_a_graph(rule, way):
-    leaves = [leaf.double().requires_grad_() for leaf in (A, A.t())]
-    make = partial(autocast, "cpu", casting=getattr(EDIT, rule)(*(name for name, _ in DIFFERENTIABLE)))
-
-    def each(a, b):
-        return tuple(call(a, b) for _, call in DIFFERENTIABLE)
-
-    assert torch.autograd.gradcheck(run_in(way, make, each), leaves)
-
-
 # What backward computes again
 
 KINDS_OF_REGIONS = {
     "float16": {"dtype": HALF},
-    "bfloat16": {"dtype": BRAIN},
     "table": {
         "dtype": HALF,
         "casting": casting.DEFAULT.float32("mm", "addmm", "linear").lower("softmax", "mul"),
     },
     "emulated": {"dtype": BRAIN, "emulate": True},
-    "emulated float8": {"dtype": torch.float8_e5m2, "emulate": True},
 }
 
 
@@ -200,18 +184,14 @@ HOWS = {"plainly": plainly, "restored": restored, "by itself": by_itself}
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch, of itself
-@combinations(
-    quick=[
+@pytest.mark.parametrize(
+    ("kind", "function", "how"),
+    [
         ("float16", "function", "by itself"),
-        ("table", "function", "restored"),
-        ("table", "module", "by itself"),
-        ("emulated", "module", "restored"),
-        *((kind, "custom", "plainly") for kind in ("float16", "table")),
-        ("emulated float8", "custom", "restored"),
+        ("table", "module", "restored"),
+        ("table", "custom", "plainly"),
+        ("emulated", "custom", "restored"),
     ],
-    kind=KINDS_OF_REGIONS,
-    function=FUNCTIONS,
-    how=HOWS,
 )
 def test_what_a_graph_computes_again_in_backward_runs_in_its_region(kind, function, how):
     """Also without `context_fn`, as the casts are part of the graph."""
@@ -256,9 +236,8 @@ HAS_SETTING = RELEASE >= (2, 10)  # for compiled backward passes
 @pytest.mark.skipif(
     not HAS_SETTING, reason="before 2.10 compiled backward passes run in the region around them"
 )
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("inside", [*INSIDE, "decorated"])
-def test_a_region_in_a_graph_holds_in_its_backward_pass_inside_of_another_too(inside, backend):
+def test_a_region_in_a_graph_holds_in_its_backward_pass_inside_of_another_too(inside):
     def call(x, w):
         if inside == "decorated":
             return OFF_BY_DECORATION(x, w)
@@ -271,11 +250,8 @@ def test_a_region_in_a_graph_holds_in_its_backward_pass_inside_of_another_too(in
             result = function(*leaves)
         return torch.autograd.grad(result.float().square().sum(), leaves)
 
-    made = compiled(call, backend)
+    made = compiled(call)
     setting = torch._functorch.config.backward_pass_autocast
     got, expected = gradients(made), gradients(call)
-    tolerance = 0 if backend == "aot_eager" else 1e-5
-    assert all(
-        torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(got, expected, strict=True)
-    )
+    assert all(map(torch.equal, got, expected))
     assert torch._functorch.config.backward_pass_autocast == setting

@@ -15,12 +15,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp import casting
-from preamp.arrays import torch_compat as compat
 from preamp.autocasting.tables import RULES, Casting
 from preamp.errors import CastingError, UsageError
 from preamp.torch import autocast
-from preamp.torch.autocasting import operators, rules
-from tests.combinations import combinations, in_one_test
+from tests.combinations import in_one_test
 
 from .regions import (
     BRAIN,
@@ -29,22 +27,19 @@ from .regions import (
     FULL,
     HALF,
     RELEASE,
-    WAYS,
     all_same,
     behaviour,
     compiled,
-    compiled_ways,
     numbers,
-    quick_ways,
     run_in,
     same,
     state,
     ways,
 )
+from .switches import operators, release_without
 
 EDIT = casting.DEFAULT
 A = numbers(4, 4)
-lows = pytest.mark.parametrize("low", [HALF, BRAIN])
 
 # What users write, and what has to be edited for it: functions of what casts their inputs
 
@@ -56,11 +51,11 @@ V, X, X3, W, B = (
     numbers(5),
 )
 IMAGE, KERNEL, Q = numbers(1, 4, 6, 6), numbers(3, 4, 2, 2), numbers(1, 2, 4, 6)
-CLASSES, PIXELS, SHARES = torch.arange(4), torch.zeros(1, 6, 6, dtype=torch.long), X.softmax(-1)
+CLASSES, PIXELS = torch.arange(4), torch.zeros(1, 6, 6, dtype=torch.long)
 POSITIVE, GRID = X.abs() + 1, numbers(1, 2, 2, 2).tanh()
 torch.manual_seed(0)
 MODULES = {name: getattr(nn, name)(6, 5) for name in ("LSTMCell", "GRUCell", "RNNCell", "LSTM", "GRU", "RNN")}
-LINEAR, NORM, DEEP = nn.Linear(6, 5), nn.LayerNorm(6), nn.LSTM(6, 5, 2, bidirectional=True)
+DEEP = nn.LSTM(6, 5, 2, bidirectional=True)
 RELU_CELL, RELU_RNN = nn.RNNCell(6, 5, nonlinearity="relu"), nn.RNN(6, 5, nonlinearity="relu")
 
 
@@ -72,13 +67,8 @@ CALLS = [
     ("linear", lambda t: F.linear(t(V), t(W))),
     ("linear", lambda t: F.linear(t(V), t(W), t(B))),
     ("linear", lambda t: F.linear(t(X), t(W))),
-    ("linear", lambda t: F.linear(t(X), t(W), t(B))),
-    ("linear", lambda t: F.linear(t(X3), t(W))),
-    ("linear", lambda t: F.linear(t(X3), t(W), t(B))),
-    ("linear", lambda t: t(LINEAR)(t(X3))),
     ("softmax", lambda t: F.softmax(t(X), -1)),
     ("softmax", lambda t: t(X).softmax(0)),
-    ("softmax", lambda t: nn.Softmax(1)(t(X))),
     ("softmin", lambda t: F.softmin(t(X), -1)),
     ("log_softmax", lambda t: F.log_softmax(t(X), -1)),
     ("log_softmax", lambda t: t(X).log_softmax(0)),
@@ -88,21 +78,14 @@ CALLS = [
     ("norm", lambda t: t(X).norm(dim=1)),
     ("norm", lambda t: t(X).norm(1)),
     ("norm", lambda t: torch.linalg.norm(t(X))),
-    ("norm", lambda t: torch.linalg.norm(t(X), 1)),
-    ("norm", lambda t: torch.linalg.norm(t(X), "fro")),
-    ("norm", lambda t: torch.linalg.vector_norm(t(X))),
-    ("norm", lambda t: torch.linalg.matrix_norm(t(X))),
     ("cov", lambda t: torch.cov(t(X), aweights=t(POSITIVE[0]))),
     ("layer_norm", lambda t: F.layer_norm(t(X), (6,))),
     ("layer_norm", lambda t: F.layer_norm(t(X), (6,), t(V), t(V))),
-    ("layer_norm", lambda t: t(NORM)(t(X3))),
     ("group_norm", lambda t: F.group_norm(t(IMAGE), 2)),
     ("rms_norm", lambda t: F.rms_norm(t(X), (6,), t(V))),
     ("cross_entropy", lambda t: F.cross_entropy(t(X), CLASSES)),
     ("cross_entropy", lambda t: F.cross_entropy(t(X), CLASSES, t(POSITIVE[0]))),
     ("cross_entropy", lambda t: F.cross_entropy(t(X), CLASSES, label_smoothing=0.1)),
-    ("cross_entropy", lambda t: F.cross_entropy(t(X), t(SHARES))),
-    ("cross_entropy", lambda t: F.cross_entropy(t(IMAGE), PIXELS)),
     ("nll_loss", lambda t: F.nll_loss(t(X), CLASSES)),
     ("nll_loss", lambda t: F.nll_loss(t(IMAGE), PIXELS)),
     *[(name, lambda t, name=name: t(MODULES[name])(t(X))) for name in MODULES],
@@ -112,15 +95,12 @@ CALLS = [
     ("LSTM", packed),
     ("matmul", lambda t: t(X) @ t(W).T),
     ("matmul", lambda t: t(X3) @ t(W).T),
-    ("matmul", lambda t: t(V) @ t(V)),
-    ("matmul", lambda t: torch.matmul(t(X3), t(X3).mT)),
     ("__matmul__", lambda t: t(V) @ t(W).T),
     ("mm", lambda t: torch.mm(t(X), t(W).T)),
     ("bmm", lambda t: torch.bmm(t(X3), t(X3).mT)),
     ("addmm", lambda t: torch.addmm(t(B), t(X), t(W).T)),
     ("einsum", lambda t: torch.einsum("ij,kj->ik", t(X), t(W))),
     ("einsum", lambda t: torch.einsum("bij,bkj->bik", t(X3), t(X3))),
-    ("einsum", lambda t: torch.einsum("i,i->", t(V), t(V))),
     ("__pow__", lambda t: t(X) ** 2),
     ("__rpow__", lambda t: 2 ** t(X)),
     ("pow", lambda t: t(POSITIVE).pow(t(X))),
@@ -189,38 +169,34 @@ def test_a_name_covers_all_that_it_stands_for_under_every_rule(name, call, low):
 
 
 RECURRENT = {"LSTM", "GRU", "RNN"}  # layers, which take seconds to compile
-FIRST = {name: n for n, (name, _) in reversed([*enumerate(CALLS)]) if name not in RECURRENT}
 # PyTorch compiles neither pack_sequence nor, as it looks at the weights, cov.
-IN_GRAPHS = [  # the first call of a name each time, and the others in `make test-slow`
-    pytest.param(name, call, id=f"{n}-{name}", marks=[pytest.mark.slow] * (FIRST.get(name) != n))
-    for n, (name, call) in enumerate(CALLS)
-    if name != "cov" and call is not packed
-]
+IN_GRAPHS = [one for one in CALLS if one[0] != "cov" and one[1] is not packed]
+FIRST = list({name: (name, call) for name, call in reversed(IN_GRAPHS) if name not in RECURRENT}.values())
 
 
 @pytest.mark.skipif(RELEASE == (2, 6), reason="PyTorch 2.6 compiles no code that makes a region")
-@pytest.mark.parametrize(("name", "call"), IN_GRAPHS)
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "every"])
-def test_a_name_covers_all_that_it_stands_for_in_a_graph(name, call, every):
+@pytest.mark.parametrize(
+    "calls", [FIRST, pytest.param(IN_GRAPHS, marks=pytest.mark.slow)], ids=["first", "all"]
+)
+@in_one_test(edit=[("lower", FULL), ("float32", HALF)])
+def test_a_name_covers_all_that_it_stands_for_in_a_graph(calls, edit):
     """Bit by bit what runs eagerly: what that is, the test above says."""
-    given = [("lower", FULL), ("float32", HALF)]
-    if every:
-        given = [
-            (rule, dtype) for rule in ("lower", "float32", "untouched", "widest") for dtype in (FULL, HALF)
-        ]
-    tables = [(getattr(EDIT, rule)(name), dtype) for rule, dtype in given]
+    rule, dtype = edit
     used = set()
-    call(lambda value: (used.add(value), value)[1] if isinstance(value, nn.Module) else value)
-    modules = {(module, dtype): cast(dtype)(module) for module in used for dtype in (FULL, HALF)}
+    for _, call in calls:
+        call(lambda value: (used.add(value), value)[1] if isinstance(value, nn.Module) else value)
+    modules = {module: cast(dtype)(module) for module in used}
 
-    def to(dtype):
-        return lambda value: modules[value, dtype] if isinstance(value, nn.Module) else value.to(dtype)
+    def to(value):
+        return modules[value] if isinstance(value, nn.Module) else value.to(dtype)
+
+    tables = [getattr(EDIT, rule)(name) for name, _ in calls]
 
     def each():
         results = []
-        for table, dtype in tables:
+        for table, (_, call) in zip(tables, calls, strict=True):
             with autocast("cpu", HALF, casting=table):
-                results.append(call(to(dtype)))
+                results.append(call(to))
         return results
 
     with torch._dynamo.config.patch(
@@ -230,7 +206,7 @@ def test_a_name_covers_all_that_it_stands_for_in_a_graph(name, call, every):
 
 
 @ways
-@pytest.mark.parametrize("norm", [torch.norm, torch.linalg.norm, torch.linalg.matrix_norm])
+@in_one_test(norm=[torch.norm, torch.linalg.norm, torch.linalg.matrix_norm])
 def test_norms_that_half_numbers_do_not_have_can_be_taken_in_float32(norm, way):
     half = X.half()
     with pytest.raises(RuntimeError, match="Half"):
@@ -247,9 +223,10 @@ MIXED = [
 ]
 
 
-@combinations(quick=[(HALF, "eager"), (BRAIN, "eager"), (HALF, COMPILED[-1])], low=[HALF, BRAIN], way=WAYS)
+@ways
 @pytest.mark.parametrize(("name", "call"), MIXED, ids=[name for name, _ in MIXED])
-def test_mixed_inputs_are_brought_together(name, call, low, way):
+def test_mixed_inputs_are_brought_together(name, call, way):
+    low = HALF
     a, b = A.to(low), A.t()
     expected = [call(a.float(), b), call(a.float(), b), call(a, b.to(low))]
     results = [
@@ -259,8 +236,8 @@ def test_mixed_inputs_are_brought_together(name, call, low, way):
     assert all_same(results, expected)
 
 
-@quick_ways
-@in_one_test(rule=["lower", "float32", "widest"])
+@ways
+@in_one_test(rule=["lower", "widest"])
 def test_other_numbers_are_left_alone(rule, way):
     given = [(A * 10).to(dtype) for dtype in (DOUBLE, torch.int64, torch.complex64)]
 
@@ -282,7 +259,7 @@ TOLD = [
 ]
 
 
-@quick_ways
+@ways
 @in_one_test(rule=["lower", "float32"])
 def test_an_operator_that_is_told_its_dtype_is_not_cast(rule, way):
     def compute():
@@ -307,12 +284,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"enabled": False}, {"emulate": True}], ids=str)
 @pytest.mark.parametrize(("name", "nearest"), WRONG.items())
-def test_an_unknown_name_is_refused_with_the_nearest_ones_and_changes_nothing(name, nearest, options):
+def test_an_unknown_name_is_refused_with_the_nearest_ones_and_changes_nothing(name, nearest):
     before = state()
     with pytest.raises(CastingError, match=rf"^'{name}' is not an operator of PyTorch .*'{nearest}'"):
-        autocast("cpu", HALF, casting=EDIT.float32("mm", name), **options)
+        autocast("cpu", HALF, casting=EDIT.float32("mm", name))
     assert state() == before
     assert behaviour() == (FULL, FULL, FULL)
 
@@ -344,63 +320,30 @@ GONE = ("cholesky", "qr", "gru_cell", "_convolution.deprecated")
 
 
 @pytest.fixture
-def later_release(monkeypatch):
+def later_release():
     """Have PyTorch list what it lists without some operators, as 2.15 has neither cholesky nor qr."""
-
-    def without(function):
-        def listed(*arguments):
-            names = [(full, full.removeprefix("aten::")) for full in function(*arguments)]
-            return [full for full, n in names if n not in GONE and n.partition(".")[0] not in GONE]
-
-        return listed
-
-    caches = [operators._names, operators.overloads, operators._resolved, operators.listed]
-    caches += [
-        operators.functions,
-        operators.checked_functions,
-        operators.arithmetic,
-        rules.actions,
-        rules._rules,
-    ]
-    for name in ("all_operators", "operators_with_kernel"):
-        monkeypatch.setattr(compat, name, without(getattr(compat, name)))
-    for one in caches:
-        one.cache_clear()
-    yield
-    monkeypatch.undo()
-    for one in caches:
-        one.cache_clear()
+    with release_without(*GONE):
+        yield
 
 
 BOTH = Casting({**dict.fromkeys(casting.CPU.rules, "untouched"), **casting.CUDA.rules})
 
 
 @pytest.mark.usefixtures("later_release")
-@pytest.mark.parametrize("options", [{}, {"report": True}, {"emulate": True}], ids=str)
-@pytest.mark.parametrize("table", [casting.CPU, casting.CUDA, casting.CPU.lower("softmax"), BOTH])
+@in_one_test(options=[{}, {"emulate": True}], table=[casting.CUDA, casting.CPU.lower("softmax"), BOTH])
 def test_tables_of_ours_skip_operators_that_a_release_does_not_have(table, options):
     with autocast("cpu", BRAIN, casting=table, **options):
         assert torch.mm(A, A).dtype == (FULL if "emulate" in options else BRAIN)
 
 
 @pytest.mark.usefixtures("later_release")
-@pytest.mark.parametrize("table", [EDIT, casting.CPU, BOTH])
-@pytest.mark.parametrize("edit", RULES)
+@in_one_test(table=[EDIT, casting.CPU, BOTH], edit=RULES)
 def test_an_edit_of_an_operator_that_a_release_does_not_have_is_an_error(table, edit):
     autocast("cpu", casting=getattr(table, edit)("mm"))
     with pytest.raises(CastingError, match=r"^'cholesky' is not an operator of PyTorch .*'linalg_cholesky'"):
         autocast("cpu", casting=getattr(table, edit)("cholesky"))
     with pytest.raises(CastingError, match=r"^'sofmax' is not an operator"):
         autocast("cpu", casting=Casting({**table.rules, "sofmax": edit}))
-
-
-@pytest.mark.parametrize("table", [casting.CPU, casting.CUDA])
-def test_tables_of_ours_name_operators_of_this_release(table):
-    """Or nobody would notice that a name in them is wrong."""
-    new_in_2_14, until_2_14 = {"linalg_matrix_sqrth"}, {"cholesky", "qr"}
-    assert {*operators.missing(table)} <= new_in_2_14 | until_2_14
-    resolved = operators.resolve(table)
-    assert {*table.rules} - {*operators.missing(table)} <= {*resolved}
 
 
 # Tables as values
@@ -416,7 +359,7 @@ def made_by(steps):
     return table
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(steps=STEPS, others=STEPS)
 @example([("lower", ["norm"]), ("float32", ["mm"])], [("float32", ["mm"]), ("lower", ["norm"])])
 @example(
@@ -436,7 +379,10 @@ def test_the_last_edit_of_an_operator_counts_and_equal_tables_do_the_same(steps,
     assert repr(table) == before  # a table never changes
     assert (table == other) == (repr(table) == repr(other))
     if table == other:
-        assert (hash(table), operators.resolve(table)) == (hash(other), operators.resolve(other))
+        assert (hash(table), operators.resolve(table)) == (
+            hash(other),
+            operators.resolve(other),
+        )
 
 
 def test_a_copy_of_the_rules_is_no_way_to_change_a_table():
@@ -488,7 +434,7 @@ PROGRAMS = given(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @PROGRAMS
 def test_any_program_under_any_table_computes_what_casts_by_hand_compute(table, program, low, emulate):
     rules = {name: "untouched" for name in OPERATIONS} | LISTED | table
@@ -540,10 +486,10 @@ def compiled_as_it_runs(table, program, low, emulate):
         return pool
 
     if runs:
-        assert all_same(run_in(COMPILED[-1], make, run, "eager")(*pool_of(low)), pool)
+        assert all_same(run_in(COMPILED, make, run, "eager")(*pool_of(low)), pool)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @PROGRAMS
 def test_any_program_under_any_table_is_compiled_as_it_runs(table, program, low, emulate):
     compiled_as_it_runs(table, program, low, emulate)
@@ -559,7 +505,7 @@ def test_many_programs_are_compiled_as_they_run(table, program, low, emulate):
 IN_PLACE = ["bitwise_and_", "bitwise_or_", "bitwise_xor_", "remainder_", "fmod_", "add_"]
 
 
-@quick_ways
+@ways
 @in_one_test(emulate=[False, True])
 def test_integers_are_written_to_with_numbers_as_outside(emulate, way):
     def write():
@@ -595,8 +541,9 @@ def test_python_operators_follow_the_edits_of_what_they_compute(way):
     assert {result.dtype for result in run_in(way, make, compute)(x)} == {FULL}
 
 
-@quick_ways
-@pytest.mark.parametrize("operation", PYTHON.values(), ids=list(PYTHON))
+@pytest.mark.parametrize(
+    ("way", "operation"), [*(("eager", one) for one in PYTHON.values()), (COMPILED, PYTHON["2 / x"])]
+)
 def test_python_operators_are_refused_as_what_they_compute(way, operation):
     make = partial(autocast, "cpu", casting=EDIT.refuse("div", "mul", "sub"))
     # The compiler of torch 2.8 shows which error it met, and not what that says.
@@ -623,8 +570,7 @@ WRITING = {
 }
 
 
-@quick_ways
-@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.parametrize(("way", "name"), [*(("eager", one) for one in WRITING), (COMPILED, "add")])
 def test_what_is_refused_is_refused_in_place_and_other_rules_leave_that_alone(way, name):
     for write in WRITING[name]:
         with pytest.raises(UsageError if way == "eager" else Exception, match=r"is refused|\(UsageError\)"):
@@ -634,7 +580,7 @@ def test_what_is_refused_is_refused_in_place_and_other_rules_leave_that_alone(wa
         assert x.dtype is FULL
 
 
-@pytest.mark.parametrize("name", torch.special.__all__)
+@in_one_test(name=torch.special.__all__)
 def test_functions_of_special_follow_the_rules_of_what_they_run(name):
     function, x = getattr(torch.special, name), torch.rand(4) + 3.0
     for arguments in ((x,), (x, x), (2, x), (x, 0)):
@@ -671,15 +617,14 @@ def test_emulation_takes_named_tuples(way):
     assert same(run_in(way, make, torch.linalg.multi_dot)(pair), expected)
 
 
-@compiled_ways
 @pytest.mark.parametrize(
     "misuse", [{"casting": EDIT.lower("sofmax")}, {"dtype": DOUBLE, "emulate": True}], ids=str
 )
-def test_a_mistake_in_compiled_code_is_told_as_outside(way, misuse):
+def test_a_mistake_in_compiled_code_is_told_as_outside(misuse):
     with pytest.raises(CastingError) as outside:
         autocast("cpu", **misuse)
     with pytest.raises(Exception, match=re.escape(str(outside.value))):
-        run_in(way, partial(autocast, "cpu", **misuse), torch.mm)(A, A)
+        run_in(COMPILED, partial(autocast, "cpu", **misuse), torch.mm)(A, A)
 
 
 # Names that people write for something else than an operator

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from preamp import casting
 from preamp.torch import autocast
-from tests.combinations import in_one_test
 
 from .regions import BASE, BRAIN, FULL, HALF, RELEASE, all_same, flat, in_step, numbers, same, state, weight
 
@@ -26,8 +25,6 @@ pytestmark = [  # what PyTorch says of itself
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
 ]
-lows = pytest.mark.parametrize("low", [HALF, pytest.param(BRAIN, marks=pytest.mark.slow)])
-edits = pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
 
 
 @pytest.fixture(autouse=True)
@@ -144,10 +141,9 @@ PLACES = [around, prebuilt, decorated, decorated_inside, method, *(MADE_INSIDE i
 places = pytest.mark.parametrize("place", PLACES)
 
 
-@lows
 @places
-def test_a_region_compiles_without_breaks_and_once(place, low):
-    outcomes = []
+def test_a_region_compiles_without_breaks_and_once_and_computes_what_it_does_eagerly(place):
+    low, outcomes = HALF, []
     for region in (autocast, torch.autocast):
         torch._dynamo.reset()
         counters.clear()
@@ -155,12 +151,7 @@ def test_a_region_compiles_without_breaks_and_once(place, low):
         outcomes.append([learned(run) for _ in range(3)])
         assert (counter.frame_count, dict(counters["graph_break"]), state()) == (1, {}, BASE)
     assert all(all_same(a, b) for a, b in zip(*outcomes, strict=True))
-
-
-@lows
-@places
-def test_a_compiled_region_computes_what_it_computes_eagerly(place, low):
-    compiled = learned(place(autocast, low)[0])
+    compiled = outcomes[0][0]
     with torch.compiler.set_stance("force_eager"):
         eager = learned(place(autocast, low)[0])
     assert [one.dtype for one in compiled] == [one.dtype for one in eager]
@@ -293,11 +284,11 @@ def decorated_layer(region, low):
     return Layer(4, 3)
 
 
-@lows
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("surrounded", [True, False])
-@pytest.mark.parametrize("make", [Net, decorated_layer])
-def test_a_module_with_a_region_is_exported_with_it(make, low, strict, surrounded):
+@pytest.mark.parametrize(
+    ("make", "strict", "surrounded"), [(Net, True, True), (Net, False, False), (decorated_layer, False, True)]
+)
+def test_a_module_with_a_region_is_exported_with_it(make, strict, surrounded):
+    low = HALF
     if make is Net and strict and RELEASE == (2, 6):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="Make it once, outside"):
             torch.export.export(Net(autocast, low), (X,), strict=True)
@@ -314,26 +305,6 @@ def test_a_module_with_a_region_is_exported_with_it(make, low, strict, surrounde
             code = code.replace(place, parameter.replace(".", "_"))  # places are named after closures
         results.append(code)
     assert results[0] == results[1]
-
-
-def test_a_region_is_left_while_an_export_in_another_thread_goes_on():
-    def here(others):
-        with autocast("cpu", HALF):
-            others()
-            others()
-        others()
-        return state()
-
-    def there(others):
-        class Slow(nn.Module):
-            def forward(self, x):
-                for _ in range(3):
-                    others()
-                return torch.mm(x.t(), x)
-
-        return torch.export.export(Slow(), (X,), strict=False).module()(X).dtype
-
-    assert in_step(here, there) == [BASE, FULL]
 
 
 # Transforms
@@ -373,63 +344,24 @@ def by_hand(edit, low):
     return run
 
 
-@lows
 @pytest.mark.parametrize("edit", [{}, *EDITS.values()], ids=["default", *EDITS])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=list(TRANSFORMS))
-def test_transforms_go_through_a_region_that_is_inside(transform, edit, low):
+def test_transforms_go_through_a_region_that_is_inside(transform, edit):
+    low = HALF
     region = autocast("cpu", low, **edit)
     assert all_same(flat(transform(region(rows))(X)), flat(transform(by_hand(edit, low))(X)))
 
 
-@lows
 @pytest.mark.parametrize("edit", [{}, *EDITS.values()], ids=["default", *EDITS])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=list(TRANSFORMS))
-def test_transforms_run_in_a_region_that_is_around(transform, edit, low):
+def test_transforms_run_in_a_region_that_is_around(transform, edit):
+    low = HALF
     results = flat(autocast("cpu", low, **edit)(transform(rows))(X))
     expected = flat(transform(by_hand(edit, low))(X))
     assert [one.dtype for one in results] == [one.dtype for one in expected]
     assert all(torch.allclose(a, b, rtol=0.1, atol=0.02) for a, b in zip(results, expected, strict=True))
     if not edit:
         assert all_same(results, flat(torch.autocast("cpu", low)(transform(rows))(X)))
-
-
-IN_PLACE = {
-    "add_": lambda y, x: y.add_(x).add_(1),
-    "mul_": lambda y, x: y.mul_(x).mul_(2.5),
-    "sub_": lambda y, x: y.sub_(0.5).sub_(x, alpha=2),
-    "div_": lambda y, x: y.div_(x.exp()).div_(3),
-    "copy_": lambda y, x: y.copy_(x).copy_(x.half()),
-    "fill_": lambda y, x: y.fill_(2).add_(x),
-    "zero_": lambda y, x: y.zero_().add_(x),
-    "clamp_": lambda y, x: y.clamp_(-0.5, 0.5),
-    "lerp_": lambda y, x: y.lerp_(x.exp(), 0.3),
-    "addcmul_": lambda y, x: y.addcmul_(x, x, value=2),
-    "index": lambda y, x: y.index_fill_(0, torch.tensor([1]), 7.0).view_as(y),
-    "[0]": lambda y, x: (y.__setitem__(0, 1.0), y)[1],
-    "view": lambda y, x: (y.view(-1).mul_(2), y)[1],
-}
-
-
-@pytest.mark.parametrize("write", IN_PLACE.values(), ids=list(IN_PLACE))
-@in_one_test(transform=TRANSFORMS.values())
-def test_transforms_of_what_works_in_place(transform, write):
-    function = transform(lambda x: write(x.clone(), x) * x)
-    expected = flat(function(X))
-    assert all_same(flat(autocast("cpu")(function)(X)), expected)
-    assert all_same(flat(torch.autocast("cpu")(function)(X)), expected)
-
-
-@pytest.mark.parametrize("write", IN_PLACE.values(), ids=list(IN_PLACE))
-def test_what_works_in_place_is_compiled_as_in_pytorchs_region(write):
-    def run(x):
-        return torch.mm(write(x.clone(), x), x.t())
-
-    results = []
-    for region in (autocast, torch.autocast):
-        compiled, counter = counted(region("cpu")(run))
-        results += [compiled(X), compiled(X), region("cpu")(run)(X)]
-        assert counter.frame_count == 1
-    assert all(same(one, results[0]) for one in results)
 
 
 @pytest.mark.parametrize("rule", ["lower", "float32", "widest"])

@@ -11,12 +11,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from preamp import casting
-from preamp.arrays import torch_compat as compat
 from preamp.errors import UsageError
 from preamp.torch import autocast
 from tests.combinations import in_one_test
 
-from .regions import BASE, BRAIN, FULL, HALF, compiled_ways, in_step, numbers, run_in, same, state
+from .regions import BASE, BRAIN, COMPILED, FULL, HALF, all_same, in_step, numbers, run_in, same, state
+from .switches import compat
 from .test_autocast_compiled import (
     RELEASE,
     around,
@@ -29,13 +29,7 @@ from .test_autocast_compiled import (
 )
 
 TABLE = casting.DEFAULT.float32("mm", "matmul", "bmm", "linear").lower("softmax").widest("add")
-EDITS = {
-    "table": {"casting": TABLE},
-    "CUDA's table": {"casting": casting.CUDA},
-    "emulated": {"emulate": True},
-    "both": {"casting": TABLE, "emulate": True},
-}
-edits = pytest.mark.parametrize("edit", EDITS.values(), ids=list(EDITS))
+BOTH = {"casting": TABLE, "emulate": True}
 MADE_INSIDE = [inside, nested, decorated, decorated_inside, method]  # which 2.6 does not compile
 PLACES = [around, *(MADE_INSIDE if RELEASE > (2, 6) else [])]
 
@@ -50,11 +44,12 @@ def _anew():
     torch._dynamo.reset()
 
 
-@edits
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "edit"), [*((place, BOTH) for place in PLACES), (around, {"casting": casting.CUDA})]
+)
 def test_an_edited_region_compiles_without_breaks_and_once(place, edit):
     run, counter = place(partial(autocast, **edit), HALF)
-    compiled = [learned(run) for _ in range(20)]
+    compiled = [learned(run) for _ in range(3)]
     assert (counter.frame_count, dict(counters["graph_break"]), state()) == (1, {}, BASE)
     torch._dynamo.reset()
     with torch.compiler.set_stance("force_eager"):
@@ -81,16 +76,15 @@ CALLED_INSIDE = {
 }
 
 
-@compiled_ways
 @pytest.mark.parametrize(("rule", "given", "gives"), [("lower", FULL, BRAIN), ("float32", BRAIN, FULL)])
-def test_a_function_that_calls_a_private_one_has_the_rule_of_that_in_a_graph(way, rule, given, gives):
+def test_a_function_that_calls_a_private_one_has_the_rule_of_that_in_a_graph(rule, given, gives):
     make = partial(autocast, "cpu", BRAIN, casting=getattr(casting.DEFAULT, rule)(*CALLED_INSIDE))
 
     def call(x, image):
         return [function(x, image) for function in CALLED_INSIDE.values()]
 
     inputs = X.to(given), IMAGE.to(given)
-    results = run_in(way, make, call)(*inputs)
+    results = run_in(COMPILED, make, call)(*inputs)
     assert [one.dtype for one in results] == [gives] * len(CALLED_INSIDE)
     assert all(map(torch.equal, results, run_in("eager", make, call)(*inputs)))
 
@@ -170,53 +164,57 @@ def in_eager_code_and_compiled(function, region):
         return function(), torch.compile(function, backend="aot_eager", fullgraph=True)()
 
 
-@in_one_test(mode=MODES, by_scale=[True, False], rule=["float32", "refuse"])
-def test_every_mode_of_interpolate_has_the_rule_of_interpolate_or_of_the_pooling_that_it_is(
-    mode, by_scale, rule
-):
-    mode, dims = mode
-    x, size = IMAGES[dims], {"scale_factor": 0.5} if by_scale else {"size": (3,) * dims}
-    calls = [lambda: F.interpolate(x, **size, mode=mode), lambda: nn.Upsample(**size, mode=mode)(x)]
-    for name in [f"adaptive_avg_pool{dims}d"] if mode == "area" else ["interpolate", "upsample"]:
-        region = autocast("cpu", BRAIN, casting=getattr(casting.DEFAULT, rule)(name))
-        for call in calls:
-            if rule == "refuse":
-                with region, pytest.raises(UsageError, match="is refused"):
-                    call()
-                continue
-            eager, compiled = in_eager_code_and_compiled(call, region)
-            assert same(compiled, eager)
-            assert eager.dtype == FULL
+POOLS = [f"adaptive_avg_pool{dims}d" for dims in IMAGES]
+
+
+@pytest.mark.parametrize("name", ["interpolate", "upsample"])
+def test_every_mode_of_interpolate_has_the_rule_of_interpolate_or_of_the_pooling_that_it_is(name):
+    calls = []
+    for mode, dims in MODES:
+        x = IMAGES[dims]
+        calls.append((mode, lambda x=x, mode=mode: F.interpolate(x, scale_factor=0.5, mode=mode)))
+        calls.append((mode, lambda x=x, mode=mode, dims=dims: nn.Upsample((3,) * dims, mode=mode)(x)))
+    for mode, call in calls:
+        refused = casting.DEFAULT.refuse(*(POOLS if mode == "area" else [name]))
+        with autocast("cpu", BRAIN, casting=refused), pytest.raises(UsageError, match="is refused"):
+            call()
+    region = autocast("cpu", BRAIN, casting=casting.DEFAULT.float32(name, *POOLS))
+    eager, compiled = in_eager_code_and_compiled(lambda: [call() for _, call in calls], region)
+    assert all_same(compiled, eager)
+    assert {one.dtype for one in eager} == {FULL}
 
 
 def test_smoothed_images_and_deprecated_functions_have_the_rule_of_interpolate():
     x, region = IMAGES[2], autocast("cpu", BRAIN, casting=casting.DEFAULT.float32("interpolate"))
-    for call in (
-        lambda: F.interpolate(x, size=(3, 3), mode="bilinear", antialias=True),
-        lambda: F.interpolate(x, size=(3, 3), mode="bicubic", antialias=True),
-        lambda: F.upsample(x, (3, 3), mode="bicubic"),
-        lambda: F.upsample_nearest(x, scale_factor=2),
-        lambda: F.upsample_bilinear(x, (3, 3)),
-    ):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of deprecation
-            eager, compiled = in_eager_code_and_compiled(call, region)
-        assert same(compiled, eager)
-        assert eager.dtype == FULL
+
+    def calls():
+        return [
+            F.interpolate(x, size=(3, 3), mode="bilinear", antialias=True),
+            F.interpolate(x, size=(3, 3), mode="bicubic", antialias=True),
+            F.upsample(x, (3, 3), mode="bicubic"),
+            F.upsample_nearest(x, scale_factor=2),
+            F.upsample_bilinear(x, (3, 3)),
+        ]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deprecation
+        eager, compiled = in_eager_code_and_compiled(calls, region)
+    assert all_same(compiled, eager)
+    assert {one.dtype for one in eager} == {FULL}
 
 
-@in_one_test(name=ACTIVATIONS.split(), by=["operator", "module"])
-def test_an_activation_is_cast_in_compiled_code_too(name, by):
-    function = getattr(F, name)
+@in_one_test(by=["operator", "module"])
+def test_an_activation_is_cast_in_compiled_code_too(by):
+    functions = [getattr(F, name) for name in ACTIVATIONS.split()]
     model = nn.Module()
-    model.forward = lambda x: function(x)
+    model.forward = lambda x: [function(x) for function in functions]
     if by == "operator":
-        region = autocast("cpu", BRAIN, casting=casting.DEFAULT.float32(name))
+        region = autocast("cpu", BRAIN, casting=casting.DEFAULT.float32(*ACTIVATIONS.split()))
     else:
         region = autocast("cpu", BRAIN, casting=casting.DEFAULT.module("**", "float32"), model=model)
     eager, compiled = in_eager_code_and_compiled(lambda: model(X), region)
-    assert same(compiled, eager)
-    assert eager.dtype == FULL
+    assert all_same(compiled, eager)
+    assert {one.dtype for one in eager} == {FULL}
 
 
 def test_a_loss_under_another_name_is_cast_in_compiled_code_too():

@@ -30,9 +30,9 @@ import preamp.torch
 from preamp import casting
 from preamp.errors import UsageError
 from preamp.torch import autocast, custom_bwd, custom_fwd
-from tests.combinations import combinations, in_one_test
+from tests.combinations import in_one_test
 
-from .regions import COMPILED, RELEASE, WAYS, compiled, quick_ways, run_in, since_2_7, ways
+from .regions import COMPILED, RELEASE, compiled, run_in, since_2_7, ways
 
 HALF, BRAIN, FULL, DOUBLE, LONG = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64
 no_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
@@ -141,10 +141,8 @@ TRAINED = [{}, {"dtype": BRAIN}, {"dtype": HALF}]
 
 
 @devices
-@combinations(
-    quick=[*((place, "eager") for place in range(3)), (0, COMPILED[-1]), (2, "around")],
-    place=range(3),
-    way=WAYS,
+@pytest.mark.parametrize(
+    ("place", "way"), [*((place, "eager") for place in range(3)), (0, COMPILED), (2, "around")]
 )
 def test_training_with_the_loss_inside_and_backward_outside(device, place, way):
     options = TRAINED[place]
@@ -258,7 +256,7 @@ DTYPES, ENABLED = st.sampled_from([None, None, HALF, BRAIN]), st.sampled_from([T
 LEVEL = st.tuples(DTYPES, ENABLED, st.sampled_from([None, True, False]), st.booleans())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(script=st.lists(LEVEL, min_size=1, max_size=5))
 def test_regions_inherit_nest_and_restore_as_the_originals_do(script):
     """`None` takes what is in force where the region is made, which may be before the others are entered."""
@@ -277,7 +275,7 @@ def test_regions_inherit_nest_and_restore_as_the_originals_do(script):
 
 
 @since_2_7
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(script=st.lists(LEVEL, min_size=1, max_size=4))
 def test_regions_inherit_nest_and_restore_in_a_graph_as_they_do_outside(script):
     a, before = numbers(2, 2), state()
@@ -332,7 +330,7 @@ ARGUMENTS = [(), (False,), (True, BRAIN), (True, HALF), (True, HALF, False), (Fa
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available:UserWarning")
-@pytest.mark.parametrize("surrounding", [None, HALF, BRAIN])
+@pytest.mark.parametrize("surrounding", [None, HALF])
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
 @pytest.mark.parametrize(("device", "default"), [("cpu", BRAIN), ("cuda", HALF)])
 def test_the_names_of_a_device_type_take_their_own_order(device, default, arguments, surrounding):
@@ -417,16 +415,6 @@ def test_the_names_of_a_device_type_take_what_pytorch_does_not_have():
         UsageError, match=r"Mine is a subclass .*Write preamp\.torch\.autocast\('cpu', \.\.\.\)"
     ):
         Mine(report=True)
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_the_names_of_a_device_type_are_compiled():
-    @torch.compile(backend="aot_eager", fullgraph=not torch.__version__.startswith("2.6."))
-    def compute(x):
-        with preamp.torch.cpu.amp.autocast(dtype=HALF):
-            return torch.mm(x, x)
-
-    assert compute(A).dtype == HALF
 
 
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA is not available:UserWarning")
@@ -545,24 +533,24 @@ def test_backward_has_the_edits_of_forward_wherever_it_runs(dtype, edit, place):
 
 @since_2_7
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch, of itself
-@combinations(
-    quick=[(None, 1), (None, 4), (None, 5), (HALF, 1), (BRAIN, 2), (FULL, 3)],
-    cast_inputs=[None, FULL, HALF, BRAIN],
-    options=range(6),
+@pytest.mark.parametrize(
+    ("cast_inputs", "options"),
+    [
+        (HALF, {"dtype": BRAIN}),
+        (None, {"dtype": BRAIN, "casting": casting.DEFAULT.float32("mm")}),
+        (None, {"emulate": True}),
+    ],
 )
 def test_a_compiled_custom_function_gives_what_it_gives_eagerly(cast_inputs, options):
-    kinds = [{"enabled": False}, {"dtype": BRAIN}, {"dtype": HALF}, {}]
-    options = [*kinds, {"dtype": BRAIN, "casting": casting.DEFAULT.float32("mm")}, {"emulate": True}][options]
     ours = autocast, custom_fwd, custom_bwd, cast_inputs, options
     run = compiled(product(*ours[1:4], None).apply)
     for place in PLACES:
-        if options != {"enabled": False} or "region" not in place:
-            assert all_same(used(*ours, place, run)[1], used(*ours, place)[1])
+        assert all_same(used(*ours, place, run)[1], used(*ours, place)[1])
 
 
 @since_2_7
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("place", [place for place in PLACES if "region" in place])
+@pytest.mark.parametrize("place", ["a float16 region", "another thread, a bfloat16 region"])
 def test_backward_of_a_graph_that_was_not_in_a_region_is_cast_by_the_one_it_runs_in_as_in_pytorch(place):
     options, results = {"enabled": False}, []
     for names in (
@@ -608,29 +596,6 @@ def test_a_structure_of_inputs_is_cast_as_deep_as_it_goes_and_keeps_its_type(nam
     expected = STRUCTURES[name]([a.to(BRAIN), *kept], [b.to(BRAIN), *kept]) if inside else untouched
     assert (repr(result), repr(given_)) == (repr(expected), repr(untouched))  # types, dtypes and values
     assert (result is given_) == (not inside)
-
-
-class Context:
-    pass
-
-
-# PyTorch compiles neither a copy of a defaultdict nor what makes a frozen dataclass. Not all releases compile
-# a copy of an OrderedDict.
-NOT_IN_GRAPHS = ("default", "dataclass", "ordered")
-
-
-@since_2_7
-@pytest.mark.parametrize("name", [name for name in STRUCTURES if name not in NOT_IN_GRAPHS])
-def test_a_structure_of_inputs_is_cast_in_a_graph(name):
-    a, b, context = numbers(2), numbers(3).half(), Context()
-    forward = custom_fwd(lambda ctx, value: value, device_type="cpu", cast_inputs=BRAIN)
-
-    def run(a, b):
-        return forward(context, STRUCTURES[name](a, b))
-
-    with autocast("cpu"):
-        result = compiled(run)(a, b)
-    assert repr(result) == repr(STRUCTURES[name](a.to(BRAIN), b.to(BRAIN)))
 
 
 def test_backward_of_an_undecorated_forward_says_what_is_missing():
@@ -691,11 +656,11 @@ def test_a_device_with_an_index_is_a_device(region, edit, way):
 entropies = pytest.mark.parametrize("entropy", [F.binary_cross_entropy, nn.BCELoss()])
 
 
-@quick_ways
+@ways
 @entropies
 @makes
-@pytest.mark.parametrize("low", [HALF, BRAIN])
-def test_binary_cross_entropy_runs_in_float32_on_cpus(low, region, entropy, way):
+def test_binary_cross_entropy_runs_in_float32_on_cpus(region, entropy, way):
+    low = HALF
     p, target = torch.rand(9).to(low).requires_grad_(), torch.rand(9).to(low)
     loss = run_in(way, partial(region, "cpu", dtype=low), entropy)(p, target)
     loss.backward()
@@ -721,23 +686,3 @@ def test_binary_cross_entropy_is_refused_by_cudas_table_with_what_to_write_inste
         with autocast("cpu", casting=casting.DEFAULT):
             assert entropy(p, p).dtype == FULL
     assert entropy(p, p).dtype == dtype
-
-
-@since_2_7
-@entropies
-def test_binary_cross_entropy_is_refused_in_a_graph_with_what_to_write_instead(entropy):
-    p = torch.full((4,), 0.5, dtype=BRAIN)
-    # PyTorch 2.8 names the class of an error alone.
-    said = "binary_cross_entropy .*binary_cross_entropy_with_logits" if RELEASE >= (2, 10) else "UsageError"
-    with pytest.raises(Exception, match=said):
-        run_in("inside", partial(autocast, "cpu", casting=casting.CUDA), entropy)(p, p)
-
-    def allowed(p):
-        with autocast("cpu", casting=casting.CUDA):
-            results = [F.binary_cross_entropy_with_logits(p, p)]
-            with autocast("cpu", enabled=False):
-                results.append(entropy(p, p))
-            with autocast("cpu", casting=casting.DEFAULT):
-                return [*results, entropy(p, p)]
-
-    assert [one.dtype for one in compiled(allowed)(p)] == [FULL, BRAIN, FULL]

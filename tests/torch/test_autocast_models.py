@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,20 +15,17 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
-import preamp
 from preamp import casting
 from preamp.torch import autocast
 from tests.combinations import combinations, in_one_test
 
-from . import autocast_worker
 from .real_models import EXAMPLES, WIDTH, Einsum, Example
-from .regions import BASE, BRAIN, FULL, HALF, in_step, numbers, state, without_onednn
+from .regions import BASE, BRAIN, FULL, HALF, in_step, numbers, state
 
-STEPS = 20
-WORKER = Path(autocast_worker.__file__)
+STEPS = 3
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 TABLES = {
@@ -48,10 +40,7 @@ TABLES = {
 }
 RULES: dict[str, dict[str, Any]] = {
     "llama": {"lm_head": "float32", "**.mlp": "float16"},
-    "bert": {"classifier": "float32", "**.attention": "float16"},
-    "t5": {"lm_head": "float32", "encoder.**.DenseReluDense": "float16"},
     "resnet": {"fc": "float32", "layer1": "float16"},
-    "lstm": {"lstm": "float32", "head": "float16"},
     "einsum": {"qkv": "float16", "out": "float32"},
     "attention": {"qkv": "float16", "out": "float32"},
     "encoder layer": {"linear1": "float32", "linear2": "float16"},
@@ -138,16 +127,10 @@ def assert_alike(ones: list[Tensor], others: list[Tensor], results: float = 1e-5
     quick=[
         ("llama sdpa", "modules", "inside"),
         ("resnet", "modules", "around"),
-        ("bert sdpa", "modules", "made once"),
-        ("t5 eager", "CUDA's", "made once"),
-        ("tied", "float32", "around"),
-        ("einsum", "float32", "inside"),
-        ("encoder layer", "emulated", "inside"),
-        ("attention", "emulated", "decorated"),
-        ("encoder layer", "CUDA's", "decorated"),
+        ("encoder layer", "emulated", "decorated"),
         ("experts", "softmax", "made once"),
     ],
-    name=[name for name in EXAMPLES if name != "lstm"],
+    name=EXAMPLES,
     edit=[*TABLES, "modules"],
     place=PLACES,
 )
@@ -182,29 +165,9 @@ def test_inductor_computes_what_eager_code_does(name, edit):
     assert_alike(compiled, eager, results=2e-2)
 
 
-@pytest.mark.parametrize("edit", ["float32", "modules"])
-def test_an_lstm_runs_eagerly_between_graphs_as_it_does_without_edits(edit):
-    """PyTorch's compiler leaves LSTMs to eager code."""
-    example = EXAMPLES["lstm"]
-    for region in (torch.autocast, autocast):
-        torch._dynamo.reset()
-        counters.clear()
-        model, x = example.make(), example.batch(2)
-        edits = edits_of("lstm", edit, model) if region is autocast else {}
-        make = partial(region, "cpu", BRAIN, **edits)
-        counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(model, backend=counter)
-        for _ in range(3):
-            with make(), without_onednn():
-                result = compiled(x)
-        assert counter.frame_count <= 2  # before and after the LSTM
-        with make(), without_onednn():
-            assert result.dtype == model(x).dtype
-            assert torch.allclose(result.float(), model(x).float(), rtol=2e-2, atol=2e-2)
-
-
-@in_one_test(cell=[nn.LSTMCell, nn.GRUCell, nn.RNNCell], bias=[True, False], state=[True, False])
-def test_an_emulated_cell_compiles_without_breaks(cell, bias, state):
+@in_one_test(case=[(nn.LSTMCell, True, True), (nn.GRUCell, False, True), (nn.RNNCell, True, False)])
+def test_an_emulated_cell_compiles_without_breaks(case):
+    cell, bias, state = case
     torch._dynamo.reset()
     model, x, h = cell(4, 4, bias), numbers(2, 4), numbers(2, 4, seed=1)
     region = autocast("cpu", BRAIN, emulate=True)
@@ -285,57 +248,23 @@ def graphs_of(name: str, edit: str) -> Graphs:
     return graphs
 
 
-@pytest.mark.parametrize("name", ["einsum", "resnet"])
-def test_operators_run_in_the_dtypes_of_the_table_forward_and_backward(name):
-    expected = {"float32": {FULL}, "softmax": {BRAIN}, "CUDA's": {BRAIN}, "emulated": {FULL}}
-    for edit, dtypes in expected.items():
-        torch._dynamo.reset()
-        graphs = graphs_of(name, edit)
-        assert in_dtypes(calls(graphs.forward, *PRODUCTS)) == dtypes, edit
-        products_in_backward = (*PRODUCTS[:-1], "convolution_backward")
-        assert in_dtypes(calls(graphs.backward, *products_in_backward)) == dtypes, edit
-        if name != "resnet":
-            exact = in_dtypes(calls(graphs.forward, "_softmax"))
-            assert exact == ({BRAIN} if edit == "softmax" else {FULL}), edit
-
-
-class RoundedOperands(Interpreter):
-    """Runs a graph, and asks of each operand of a product whether it is a number of the low precision."""
-
-    def __init__(self, graph: GraphModule, found: list[bool]) -> None:
-        super().__init__(graph)
-        self.found = found
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target.__name__.partition(".")[0] in PRODUCTS:
-            self.found += [torch.equal(one, one.to(BRAIN).float()) for one in args if isinstance(one, Tensor)]
-        return super().call_function(target, args, kwargs)
-
-
-def test_operands_of_emulated_products_are_rounded_forward_and_backward():
-    forward, backward = [], []
-
-    def run(found):
-        return lambda graph, _: make_boxed_func(RoundedOperands(graph, found).run)
-
-    example = EXAMPLES["einsum"]
-    model, x = example.make(), example.batch(2)
-    backend = aot_autograd(fw_compiler=run(forward), bw_compiler=run(backward))
-    with autocast("cpu", BRAIN, emulate=True):
-        compiled = torch.compile(lambda x: example.call(model, x), backend=backend, fullgraph=True)
-        learned(model, compiled, x)
-    assert len(forward) > 4
-    assert len(backward) > 8
-    assert all([*forward, *backward])
+@pytest.mark.parametrize(
+    ("name", "edit", "dtype"),
+    [("resnet", "float32", FULL), ("einsum", "softmax", BRAIN), ("einsum", "emulated", FULL)],
+)
+def test_operators_run_in_the_dtypes_of_the_table_forward_and_backward(name, edit, dtype):
+    graphs = graphs_of(name, edit)
+    assert in_dtypes(calls(graphs.forward, *PRODUCTS)) == {dtype}
+    assert in_dtypes(calls(graphs.backward, *PRODUCTS[:-1], "convolution_backward")) == {dtype}
+    if name == "einsum":
+        assert in_dtypes(calls(graphs.forward, "_softmax")) == {dtype}
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "tied",
         "experts",
-        "encoder layer",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama sdpa", "bert sdpa")),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("tied", "encoder layer", "llama sdpa")),
     ],
 )
 def test_modules_run_in_the_dtypes_of_their_rules(name):
@@ -364,7 +293,7 @@ def einsum_by_hand(edit: str, model: Einsum, x: Tensor) -> Tensor:
     return x + linear(model.out, mixed.flatten(2))
 
 
-@pytest.mark.parametrize("edit", ["float32", "softmax", "CUDA's"])
+@pytest.mark.parametrize("edit", ["float32", "softmax"])
 def test_a_graph_has_no_more_casts_than_one_with_casts_by_hand(edit):
     region, by_hand = graphs_of("einsum", edit), Graphs()
     torch._dynamo.reset()
@@ -396,9 +325,14 @@ def test_a_norm_that_is_left_untouched_is_not_surrounded_by_casts(norm, request)
 # Checkpoints
 
 
-@pytest.mark.parametrize("place", ["eager", *PLACES])
-@in_one_test(edit=["float32", "emulated", "modules"], with_context=[False, True])
-def test_a_checkpoint_computes_again_what_it_computed(place, edit, with_context):
+@in_one_test(
+    case=[
+        *(("eager", edit, True) for edit in ("float32", "emulated", "modules")),
+        *[("inside", "modules", False), ("around", "emulated", False), ("inside", "float32", True)],
+    ]
+)
+def test_a_checkpoint_computes_again_what_it_computed(case):
+    place, edit, with_context = case
     torch._dynamo.reset()
     counters.clear()
     model, x = EXAMPLES["einsum"].make(), EXAMPLES["einsum"].batch(2).requires_grad_()
@@ -421,7 +355,7 @@ def test_a_checkpoint_computes_again_what_it_computed(place, edit, with_context)
     assert counter.frame_count == (place != "eager")
 
 
-@in_one_test(place=["inside", "around", "eager"])
+@in_one_test(place=["inside", "eager"])
 def test_functions_that_a_graph_calls_run_with_the_edits(place):
     table = casting.DEFAULT.float32("mm")
     x = numbers(4, 4)
@@ -519,11 +453,8 @@ class InRegion(nn.Module):
 @combinations(
     quick=[
         ("einsum", "softmax", "strict"),
-        ("einsum", "modules", "made once"),
         ("einsum", "float32", "made inside"),
-        ("encoder layer", "CUDA's", "made inside"),
-        ("tied", "emulated", "made once"),
-        ("experts", "modules", "made inside"),
+        ("experts", "modules", "made once"),
     ],
     name=["einsum", "encoder layer", "tied", "experts", "resnet"],
     edit=[*TABLES, "modules"],
@@ -562,7 +493,7 @@ def nodes_of(module: GraphModule) -> Iterator[Node]:
 
 
 @combinations(
-    quick=[("einsum", "modules", "mark"), ("einsum", "float32", "dynamic"), ("tied", "emulated", "mark")],
+    quick=[("einsum", "modules", "mark")],
     name=["einsum", "tied", "llama sdpa", "encoder layer"],
     edit=[*TABLES, "modules"],
     how=["mark", "dynamic"],
@@ -592,40 +523,3 @@ def test_dynamic_shapes_are_compiled_as_often_as_in_pytorchs_region(name, edit, 
 
 
 # Several processes
-
-
-def test_ranks_train_compiled_blocks_as_one_process_trains_eager_ones(tmp_path):
-    paths = Path(preamp.__file__).parents[1], WORKER.parents[2]
-    variables = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), "2", str(tmp_path / "meeting")],
-            env={**os.environ, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    answers = []
-    for rank in ranks:
-        out, error = rank.communicate(timeout=180)
-        assert rank.returncode == 0, error
-        answers.append(json.loads(out))
-    alone = autocast_worker.train("")
-    assert alone["ran in"] == {
-        "blocks.0.out": str(BRAIN),
-        "blocks.1.out": str(FULL),
-        "head": str(HALF),
-    }
-    kinds = ["ddp", "fsdp2"] if RELEASE >= (2, 9) else ["ddp"]  # FSDP2 does not train on CPUs before
-    for kind in kinds:
-        first, second = (answer[kind] for answer in answers)
-        assert first["parameters"] == second["parameters"]
-        assert first["parameters"] == pytest.approx(alone["parameters"], rel=1e-2, abs=2e-4)
-        losses = [sum(both) / 2 for both in zip(first["losses"], second["losses"], strict=True)]
-        assert losses == pytest.approx(alone["losses"], rel=1e-2)
-        for one in (first, second):
-            assert one["gradients"] == [str(FULL)]
-            assert one["ran in"] == alone["ran in"]
-            assert one["frames"] == 2  # one for each block

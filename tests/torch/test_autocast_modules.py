@@ -1,7 +1,5 @@
 """Modules in a region beside PyTorch's own autocast, and `emulate=True` beside real low precision."""
 
-import argparse
-import inspect
 import itertools
 import warnings
 from collections.abc import Callable
@@ -18,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from preamp import casting
-from preamp.torch import GradScaler, autocast
-from tests.combinations import combinations, in_one_test
+from preamp.torch import autocast
+from tests.combinations import in_one_test
 
 from .operators import CALLS, Call, Input, ints, p, sign, x
 from .regions import COMPILED, all_same, attempt, run_in, without_onednn
@@ -226,33 +224,28 @@ def test_a_module_is_what_it_is_in_the_original_bit_by_bit(case, dtype, low_inpu
 
 # PyTorch compiles neither the CTC nor the Gaussian loss, whose shapes depend on numbers, and a graph does not
 # switch oneDNN off and on.
-COMPILABLE = [
-    case.name for case in [*NETWORKS, *LOSSES] if case.name not in ("CTC", "GaussianNLL", "NativeLSTM")
+COMPILABLE = [one for one in [*NETWORKS, *LOSSES] if one.name not in ("CTC", "GaussianNLL", "NativeLSTM")]
+QUICK = [("TransformerEncoderLayer", False)] + [
+    (name, True) for name in ("Conv2d", "GRUCell", "MultiheadAttention", "Embedding", "CrossEntropy")
 ]
-EMULATED = ["Linear", "Conv2d", "PReLU", "GRUCell", "MultiheadAttention", "BatchNorm2d", "Embedding"]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # of RMSNorm
-@combinations(
-    quick=[
-        *((name, True, COMPILED[-1]) for name in (*EMULATED, "CrossEntropy", "BCE", "TripletMargin")),
-        *(
-            (name, False, COMPILED[-1])
-            for name in ("TransformerEncoderLayer", "ConvTranspose1d", "label_smoothing")
-        ),
+@pytest.mark.parametrize(
+    ("case", "emulate"),
+    [
+        pytest.param(case, emulate, marks=[pytest.mark.slow] * ((case.name, emulate) not in QUICK))
+        for case in COMPILABLE
+        for emulate in (False, True)
     ],
-    name=COMPILABLE,
-    emulate=[False, True],
-    way=COMPILED,
 )
-def test_a_module_is_compiled_as_it_runs(name, emulate, way):
+def test_a_module_is_compiled_as_it_runs(case, emulate):
     """Bit by bit: the graph has the functions that run eagerly."""
-    (case,) = (case for case in [*NETWORKS, *LOSSES] if case.name == name)
     make = partial(autocast, "cpu", dtype=torch.bfloat16, emulate=emulate)
     with torch._dynamo.config.patch(
         allow_rnn=True
     ):  # without, PyTorch leaves recurrent networks to eager code
-        mine = used(case, make, way=way, backend="eager")
+        mine = used(case, make, way=COMPILED, backend="eager")
     assert all_same(mine, used(case, make()))
 
 
@@ -273,24 +266,6 @@ def test_inference_is_what_it_is_in_the_original(kind, dtype):
             results.append(tree_leaves(attempt(module, *inputs)))
     assert all_same(*results[:2])
     assert distance(results[2], results[3], dtype) < 5
-
-
-@combinations(
-    quick=[("TransformerEncoderLayer", True, COMPILED[-1]), ("MultiheadAttention", False, COMPILED[-1])],
-    kind=INFERENCE[:3],
-    emulate=[False, True],
-    way=COMPILED,
-)
-def test_inference_is_compiled_as_it_runs(kind, emulate, way):
-    """A graph has the slower way of attention, which differs in how products are rounded."""
-    (case,) = (case for case in NETWORKS if case.name == kind)
-    torch.manual_seed(0)
-    module, make = case.make().eval(), partial(autocast, "cpu", dtype=torch.bfloat16, emulate=emulate)
-    inputs = [one.make(n) for n, one in enumerate(case.inputs)]
-    with torch.no_grad():
-        mine, eager = (tree_leaves(run_in(one, make, module)(*inputs)) for one in (way, "eager"))
-    assert [one.dtype for one in mine] == [one.dtype for one in eager]
-    assert distance(mine, eager, torch.bfloat16) < 5
 
 
 # Emulation: modules
@@ -314,9 +289,6 @@ def test_an_emulated_module_stays_in_float32_and_rounds_where_operators_are_lowe
 # Emulation: operators
 
 LOWER = [call for call in CALLS if casting.CPU.rules.get(call.name) == "lower"]
-# Their kernels round in between as well; emulation does not.
-INEXACT = {"_native_multi_head_attention", "mkldnn_rnn_layer", "scaled_dot_product_attention"}
-ROUND_INSIDE = {*INEXACT, "addbmm", "conv_tbc", "linalg_vecdot", "prelu"}
 NOT_DIFFERENTIABLE = {"_addmm_activation", "_native_multi_head_attention"}
 
 
@@ -346,10 +318,6 @@ def called(
     return results, [one for one in gradients if one is not None]
 
 
-def integers(shape: Any, seed: int) -> Tensor:
-    return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
-
-
 @pytest.mark.parametrize("call", LOWER, ids=repr)
 @in_one_test(dtype=DTYPES)
 def test_an_emulated_operator_rounds_its_inputs_and_result_and_their_gradients_and_nothing_else(call, dtype):
@@ -360,21 +328,14 @@ def test_an_emulated_operator_rounds_its_inputs_and_result_and_their_gradients_a
 
 
 # What the tests after this one show of emulated operators holds for compiled ones as well.
-@pytest.mark.parametrize("call", LOWER, ids=repr)
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way != COMPILED[-1])) for way in COMPILED]
+    "call",
+    [pytest.param(call, marks=[pytest.mark.slow] * (n % 5 > 0)) for n, call in enumerate(LOWER)],
+    ids=repr,
 )
-def test_an_emulated_operator_is_compiled_as_it_runs(call, way):
+def test_an_emulated_operator_is_compiled_as_it_runs(call):
     make = partial(autocast, "cpu", dtype=DTYPES[LOWER.index(call) % len(DTYPES)], emulate=True)
-    assert all_same(called(call, make, numbers, way=way), called(call, make(), numbers))
-
-
-@pytest.mark.parametrize("call", [call for call in LOWER if call.name not in INEXACT], ids=repr)
-@in_one_test(dtype=HALVES)
-def test_where_nothing_is_rounded_an_emulated_operator_is_the_real_one(call, dtype):
-    mine = called(call, autocast("cpu", dtype=dtype, emulate=True), integers)
-    results, gradients = called(call, torch.autocast("cpu", dtype=dtype), integers)
-    assert all_same(mine, [[one.float() for one in results], gradients])
+    assert all_same(called(call, make, numbers, way=COMPILED), called(call, make(), numbers))
 
 
 def normal(seed: int) -> Callable[[Any, int], Tensor]:
@@ -385,7 +346,7 @@ def normal(seed: int) -> Callable[[Any, int], Tensor]:
 @in_one_test(dtype=DTYPES)
 def test_an_emulated_operator_is_the_exact_one_rounded_once(call, dtype):
     """Half a unit in the last place from float64, results and gradients: the nearest number there is."""
-    for seed in range(5):
+    for seed in range(2):
         make = normal(seed)
         mine = called(call, autocast("cpu", dtype=dtype, emulate=True), make)
         exact = called(
@@ -395,32 +356,6 @@ def test_an_emulated_operator_is_the_exact_one_rounded_once(call, dtype):
             noise = 1e-6 * b.abs().max()  # of sums in float32
             unit = torch.finfo(dtype).eps * b.abs().clamp(min=torch.finfo(dtype).smallest_normal)
             assert bool(((a - b).abs() <= unit / 2 + noise).all())
-
-
-def rounds_inside(call: Call, dtype: torch.dtype) -> bool:
-    """Return whether the real operator rounds in between, too.
-
-    Convolutions do where oneDNN does not compute them: PyTorch then adds up windows in low precision.
-    """
-    has = {torch.float16: "_is_mkldnn_fp16_supported", torch.bfloat16: "_is_mkldnn_bf16_supported"}[dtype]
-    by_pytorch = call.name.startswith("conv") and not getattr(torch.ops.mkldnn, has)()
-    return by_pytorch or call.name in ROUND_INSIDE
-
-
-@pytest.mark.parametrize("call", LOWER, ids=repr)
-@in_one_test(dtype=HALVES)
-def test_an_emulated_operator_is_one_unit_in_the_last_place_from_the_real_one_at_most(call, dtype):
-    """Where that rounds in between as well, it is five of the largest number's."""
-    for seed in range(5):
-        mine = called(call, autocast("cpu", dtype=dtype, emulate=True), normal(seed))
-        low = real(called, call, dtype, normal(seed))
-        if rounds_inside(call, dtype):
-            assert distance(mine[0] + mine[1], low[0] + low[1], dtype) < 5
-            continue
-        for a, b in zip(mine[0] + mine[1], low[0] + low[1], strict=True):
-            noise = 1e-6 * b.float().abs().max()  # of sums in float32, taken in another order
-            unit = torch.finfo(dtype).eps * torch.maximum(a.abs(), b.float().abs())
-            assert bool(((a - b.float()).abs() <= unit + noise).all())
 
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -442,11 +377,11 @@ def in_graph(name: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor
     """Return an emulated product, compiled."""
     product: Callable[[Tensor, Tensor], Tensor]
     make = partial(autocast, "cpu", dtype=dtype, emulate=True)
-    product = run_in(COMPILED[-1], make, PRODUCTS[name], "eager")
+    product = run_in(COMPILED, make, PRODUCTS[name], "eager")
     return product
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     factors=st.lists(st.tuples(*[FLOATS | EDGES] * 3), min_size=1, max_size=MOST),
     dtype=st.sampled_from(HALVES),
@@ -482,7 +417,7 @@ def network(way: str, emulate: bool) -> tuple[nn.Module, Callable[[Tensor], Tens
 @pytest.mark.parametrize("scale", [2.0**-30, 2.0**-24, 2.0**-16, 1.0, 2.0**12, 2.0**16, 2.0**20])
 def test_a_networks_gradients_overflow_and_vanish_where_they_do_in_real_float16(scale):
     masks = []
-    for emulate, way in ((True, "eager"), (False, "eager"), (True, COMPILED[-1])):
+    for emulate, way in ((True, "eager"), (False, "eager"), (True, COMPILED)):
         model, run = network(way, emulate)
         model.zero_grad()
         (run(numbers((5, 8), 0) * 10).float().square().sum() * scale).backward()
@@ -493,78 +428,6 @@ def test_a_networks_gradients_overflow_and_vanish_where_they_do_in_real_float16(
     is_infinite, _, is_zero = masks[0]
     assert bool(is_infinite.any()) == (scale > 2.0**10)
     assert bool(is_zero.all()) == (scale < 2.0**-29)
-
-
-# A training
-
-TEXT = inspect.getsource(argparse)
-CHARACTERS = sorted(set(TEXT))
-CONTEXT, WIDTH, STEPS, SEEDS, LAST = 16, 64, 200, 3, 40
-
-
-class Transformer(nn.Module):
-    """Two layers that guess the next character."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(len(CHARACTERS), WIDTH)
-        self.place = nn.Parameter(torch.randn(CONTEXT, WIDTH) / 10)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True) for _ in range(2)
-        )
-        self.head = nn.Linear(WIDTH, len(CHARACTERS))
-        self.mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x) + self.place
-        for layer in self.layers:
-            x = layer(x, src_mask=self.mask, is_causal=True)
-        return self.head(x)
-
-
-@cache
-def trained(seed: int, precision: str, scale: float = 2.0**16) -> float:
-    """Return the mean loss of the last steps."""
-    torch.manual_seed(seed)
-    data, batches = torch.tensor([CHARACTERS.index(c) for c in TEXT]), torch.Generator().manual_seed(seed)
-    model, losses = Transformer(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    in_float32 = precision == "float32"
-    scaler = GradScaler("cpu", init_scale=scale, enabled=not in_float32)
-    options = {"dtype": torch.float16, "enabled": not in_float32, "emulate": "emulated float16" in precision}
-    run = run_in(
-        COMPILED[-1] if "compiled" in precision else "eager",
-        partial(autocast, "cpu", **options),
-        lambda batch: F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()),
-    )
-    for _ in range(STEPS):
-        starts = torch.randint(len(TEXT) - CONTEXT, (8, 1), generator=batches)
-        batch = data[starts + torch.arange(CONTEXT + 1)]
-        optimizer.zero_grad()
-        loss = run(batch)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    return sum(losses[-LAST:]) / LAST
-
-
-OTHERS = [pytest.param(one, marks=pytest.mark.slow) for one in ("float16", "compiled emulated float16")]
-each_float16 = pytest.mark.parametrize("precision", ["emulated float16", *OTHERS])
-
-
-@each_float16
-def test_a_transformer_learns_in_float16_what_it_learns_in_float32(precision):
-    full, half = ([trained(seed, one) for seed in range(SEEDS)] for one in ("float32", precision))
-    spread = max(full) - min(full)
-    assert abs(sum(half) - sum(full)) / SEEDS < spread
-    assert all(abs(a - b) < spread for a, b in zip(half, full, strict=True))
-    assert max(full) < 2.6
-
-
-@each_float16
-def test_and_learns_nothing_where_its_gradients_vanish(precision):
-    assert trained(0, precision, scale=2.0**-24) > 3.5
 
 
 # Emulation: recurrent networks, whose steps run in Python
@@ -588,18 +451,23 @@ def recurrent(kind: type[nn.RNNBase], packed: bool, region: Any, needs: bool = T
 LAYERS = in_one_test(
     kind=[nn.LSTM, nn.GRU, nn.RNN],
     packed=[False, True],
-    bidirectional=[False, True],
     bias=[False, True],
-    batch_first=[False, True],
-    dropout=[0.0, 0.5, 1.0],
+    dropout=[0.5, 1.0],
 )
 
 
+# Each option with either value of the others.
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 @LAYERS
 def test_an_emulated_recurrent_network_is_the_one_in_float32_but_for_rounding(kind, packed, **options):
     for more in ({}, {"proj_size": 2}) if kind is nn.LSTM else ({},):
-        options = {"num_layers": 3, **options, **more}
+        options = {
+            "num_layers": 3,
+            "bidirectional": packed,
+            "batch_first": options["bias"],
+            **options,
+            **more,
+        }
         mine = recurrent(kind, packed, autocast("cpu", torch.float16, emulate=True), **options)
         exact = recurrent(kind, packed, nullcontext(), **options)
         assert not all_same(mine[0], exact[0])

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -25,7 +25,6 @@ from .regions import (
     Casts,
     by_hand,
     compiled,
-    compiled_ways,
     in_step,
     in_thread,
     linear_of_every_state,
@@ -38,7 +37,6 @@ from .regions import (
 
 X, ONES = numbers(5, 4), torch.ones(3, 4)
 makes = pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["preamp", "torch"])
-lows = pytest.mark.parametrize("low", [HALF, BRAIN])
 
 
 # What the tests call in regions: eagerly, and compiled.
@@ -56,7 +54,7 @@ def _many_states():
 
 
 @linears
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT.float32("linear")}], ids=str)
 def test_an_instance_can_be_entered_inside_itself(times, edit, linear):
     region, states = autocast("cpu", HALF, **edit), []
@@ -96,14 +94,6 @@ def test_a_recursive_function_is_compiled_in_a_region_with_edits(rule):
     expected = by_hand(X, w, HALF if rule == "lower" else FULL)
     assert same(compiled(factorial(region))(5, w), expected)
     assert state() == BASE
-
-
-def test_in_the_original_autocast_stays_on_after_recursion():
-    def work():
-        factorial(torch.autocast("cpu"))(1, weight())
-        return state()
-
-    assert in_thread(work) == (True, BRAIN, True)
 
 
 @linears
@@ -277,7 +267,7 @@ def walk(script, order, steps, run=operators):
 PLACE = st.integers(0, len(OPTIONS) - 1)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     script=st.lists(st.tuples(PLACE, st.booleans()), max_size=14),
     order=st.permutations(range(len(OPTIONS))),
@@ -293,7 +283,7 @@ COMPILED_OPERATORS = torch.compile(lambda: operators(), backend="eager", fullgra
 
 
 @since_2_7  # which compiles a function for more than one precision
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     script=st.lists(st.tuples(PLACE, st.booleans()), max_size=8),
     order=st.permutations(range(len(OPTIONS))),
@@ -313,9 +303,9 @@ def test_an_exception_leaves_the_region(edit):
     assert state() == BASE
 
 
-@compiled_ways
+@since_2_7
 @pytest.mark.parametrize("edit", [{}, {"casting": casting.DEFAULT.float32("mm")}], ids=str)
-def test_an_exception_in_compiled_code_leaves_the_region(edit, way):
+def test_an_exception_in_compiled_code_leaves_the_region(edit):
     def fails(x):
         torch.mm(x, x)
         raise KeyError
@@ -330,11 +320,9 @@ def test_an_exception_in_compiled_code_leaves_the_region(edit, way):
         except KeyError:
             return torch.mm(x, x)
 
-    if way == "inside":
-        assert compiled(handled)(X[:4]).dtype == FULL
-    run = torch.compile(fails if way == "around" else inside, backend="aot_eager")
-    with pytest.raises(KeyError), autocast("cpu", HALF, **edit) if way == "around" else nullcontext():
-        run(X[:4])
+    assert compiled(handled)(X[:4]).dtype == FULL
+    with pytest.raises(KeyError):
+        torch.compile(inside, backend="aot_eager")(X[:4])
     assert state() == BASE
     assert everything()[1] == [FULL] * 3
 
@@ -372,7 +360,7 @@ class Holder(nn.Module):
 
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=list(COPIES))
-@pytest.mark.parametrize(("device", "options"), OPTIONS, ids=str)
+@pytest.mark.parametrize(("device", "options"), OPTIONS[1::2], ids=str)
 def test_a_copy_is_a_region_of_its_own_that_does_the_same(device, options, duplicate):
     region = autocast(device, **options)
     with region:

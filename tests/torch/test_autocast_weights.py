@@ -42,7 +42,6 @@ def edited(*args, **options):
 
 
 makes = pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["preamp", "torch"])
-lows = pytest.mark.parametrize("low", [HALF, BRAIN])
 COMPILED_LINEAR = linear_of_every_state()  # one for all tests
 
 
@@ -55,9 +54,8 @@ def _many_states():
 # Precisions do not share casts
 
 
-@lows
-def test_regions_of_two_precisions_inside_each_other_take_their_own_casts(low):
-    other, w, results = {HALF: BRAIN, BRAIN: HALF}[low], weight(), []
+def test_regions_of_two_precisions_inside_each_other_take_their_own_casts():
+    low, other, w, results = HALF, BRAIN, weight(), []
     with autocast("cpu", low):
         results.append(F.linear(X, w))
         with autocast("cpu", other):
@@ -69,41 +67,26 @@ def test_regions_of_two_precisions_inside_each_other_take_their_own_casts(low):
     assert same(gradient, expected)
 
 
-def in_two_precisions(region, low):
-    other = {HALF: BRAIN, BRAIN: HALF}[low]
-
-    def run(w):
-        with region("cpu", low):
-            results = [F.linear(X, w)]
-            with region("cpu", other):
-                results.append(F.linear(X, w))
-            return [*results, F.linear(X, w)]
-
-    return run
-
-
 @makes
-@lows
-def test_in_a_graph_regions_of_two_precisions_take_their_own_casts_in_the_original_too(low, region):
+def test_in_a_graph_regions_of_two_precisions_take_their_own_casts_in_the_original_too(region):
     """A graph casts a weight wherever it is used."""
     if RELEASE == (2, 6) and region is autocast:
         pytest.skip("PyTorch 2.6 compiles no code that makes a region")
-    w, other = weight(), {HALF: BRAIN, BRAIN: HALF}[low]
-    results = compiled(in_two_precisions(region, low))(w)
-    expected = [by_hand(X, w, dtype) for dtype in (low, other, low)]
+
+    def run(w):
+        with region("cpu", HALF):
+            results = [F.linear(X, w)]
+            with region("cpu", BRAIN):
+                results.append(F.linear(X, w))
+            return [*results, F.linear(X, w)]
+
+    w = weight()
+    results = compiled(run)(w)
+    expected = [by_hand(X, w, dtype) for dtype in (HALF, BRAIN, HALF)]
     assert all(map(same, results, expected))
     gradient, expected = (torch.autograd.grad([r.sum() for r in rs], w)[0] for rs in (results, expected))
     assert gradient.dtype == FULL
     assert torch.allclose(gradient, expected, rtol=1e-2)
-
-
-@lows
-def test_in_the_original_they_take_each_others(low):
-    other, w = {HALF: BRAIN, BRAIN: HALF}[low], weight()
-    with torch.autocast("cpu", low):
-        F.linear(X, w)
-        with torch.autocast("cpu", other), pytest.raises(RuntimeError, match="same dtype"):
-            F.linear(X, w)
 
 
 LEVEL = st.tuples(
@@ -141,7 +124,7 @@ def used_everywhere(script, steps, linear=F.linear):
 OFF, HALVES = (("cpu", HALF, on, None) for on in (False, True))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(script=st.lists(NESTED, min_size=1, max_size=3), steps=st.lists(st.booleans(), max_size=20))
 @example([(OFF, [HALVES, HALVES])], [False, False, True])
 @example([(("xpu", HALF, True, None), [HALVES, HALVES])], [False, False, True])
@@ -151,7 +134,7 @@ def test_wherever_a_weight_is_used_its_cast_is_that_of_the_region_and_of_the_mom
     assert state() == BASE
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(script=st.lists(NESTED, min_size=1, max_size=3), steps=st.lists(st.booleans(), max_size=20))
 def test_wherever_a_graph_uses_a_weight_its_cast_is_that_of_the_region_and_of_the_moment(script, steps):
     used_everywhere(script, steps, COMPILED_LINEAR)
@@ -199,10 +182,6 @@ def subtract(w):
     w -= 1
 
 
-def divide(w):
-    w /= 2
-
-
 def data_add(w):
     w.data += 1
 
@@ -223,60 +202,29 @@ def scaled_step(w):
 
 
 OPTIMIZERS = [
-    *[
-        (name, {"foreach": foreach})
-        for name in ("SGD", "Adam", "RMSprop", "Rprop")
-        for foreach in (False, True)
-    ],
-    *[(name, {"fused": True}) for name in ("SGD", "Adam", "AdamW", "Adagrad")],
-    *[(name, {}) for name in ("Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "LBFGS", "Adafactor")],
-    *([("Muon", {})] if hasattr(torch.optim, "Muon") else []),  # new in 2.9
-    ("SGD", {"fused": True, "momentum": 0.9}),
+    *[("SGD", {"foreach": False}), ("Adam", {"foreach": True}), ("AdamW", {"fused": True})],
+    *[("LBFGS", {}), ("Adafactor", {})],
 ]
 WRITES = {
     "add_": under_no_grad(lambda w: w.add_(1)),
-    "mul_": under_no_grad(lambda w: w.mul_(2)),
     "-=": under_no_grad(subtract),
-    "/=": under_no_grad(divide),
     "copy_": under_no_grad(lambda w: w.copy_(ONES)),
-    "fill_": under_no_grad(lambda w: w.fill_(3)),
-    "zero_": under_no_grad(torch.Tensor.zero_),
-    "clamp_": under_no_grad(lambda w: w.clamp_(0, 0.1)),
-    "lerp_": under_no_grad(lambda w: w.lerp_(ONES, 0.5)),
-    "renorm_": under_no_grad(lambda w: w.renorm_(2, 0, 0.1)),
-    "addmm_": under_no_grad(lambda w: w.addmm_(ONES[:, :2], ONES[:2])),
-    "masked_fill_": under_no_grad(lambda w: w.masked_fill_(ONES > 0, 7)),
-    "scatter_": under_no_grad(lambda w: w.scatter_(0, torch.zeros(1, 4, dtype=torch.long), 7)),
     "[0]": under_no_grad(lambda w: assign(w, 0, 1)),
-    "[:, 1:]": under_no_grad(lambda w: assign(w, (slice(None), slice(1, None)), ONES[0, 0])),
     "[mask]": under_no_grad(lambda w: assign(w, ONES > 0, 7)),
-    "[list]": under_no_grad(lambda w: assign(w, [0, 2], ONES[0])),
-    "[...]": under_no_grad(lambda w: assign(w, ..., ONES)),
     "set_": under_no_grad(lambda w: w.set_(ONES)),
     "inference": lambda w: torch.inference_mode()(w.add_)(1),
     ".data": lambda w: w.data.mul_(2),
     ".data +=": data_add,
-    ".data[0]": lambda w: assign(w.data, 0, 5),
     "detach": lambda w: w.detach().mul_(2),
     "unfrozen": unfrozen,
     "view": under_no_grad(lambda w: w.view(-1).add_(1)),
-    "row": under_no_grad(lambda w: w[0].zero_()),
     "view taken before": view_taken_with_grad(torch.t, torch.Tensor.zero_),
-    "view of a view taken before": view_taken_with_grad(lambda w: w[0][1:], lambda view: view.add_(1)),
     "xavier_uniform_": nn.init.xavier_uniform_,
-    "kaiming_normal_": nn.init.kaiming_normal_,
-    "orthogonal_": nn.init.orthogonal_,
-    "trunc_normal_": nn.init.trunc_normal_,
     "load_state_dict": lambda w: nn.ParameterList([w]).load_state_dict({"0": ONES}),
     "embedding max_norm": lambda w: F.embedding(torch.tensor([0, 1]), w, max_norm=0.01),
     "_foreach_add_": under_no_grad(lambda w: torch._foreach_add_([w], 1.0)),
-    "_foreach_mul_ data": lambda w: torch._foreach_mul_([w.data], 2.0),
-    "_foreach_copy_": under_no_grad(lambda w: torch._foreach_copy_([w], [ONES])),
     "NumPy": lambda w: w.detach().numpy().fill(1),
     "out=": under_no_grad(lambda w: torch.add(w, ONES, out=w)),
-    "eye_": nn.init.eye_,
-    "vector_to_parameters": lambda w: nn.utils.vector_to_parameters(ONES.flatten(), [w]),
-    "relu_": under_no_grad(lambda w: F.relu(w, inplace=True)),
     ".data =": data_assign,
     "in a disabled region": torch.autocast("cpu", enabled=False)(under_no_grad(lambda w: w.add_(1))),
     "in another thread": lambda w: in_thread(lambda: w.data.add_(1)),
@@ -315,11 +263,6 @@ def test_a_weight_that_an_optimizer_writes_inside_is_cast_again(step):
     assert same(*[torch.autograd.grad(y.sum(), w)[0] for y in (result, by_hand(X, w))])
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))
-def test_in_the_original_its_old_cast_is_used(step):
-    assert same(*used_around(step, torch.autocast, weight()))
-
-
 @makes
 @pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
 def test_a_weight_that_is_written_by_hand_inside_needs_the_cache_emptied(write, region):
@@ -336,37 +279,15 @@ def test_a_weight_that_is_written_by_hand_inside_needs_the_cache_emptied(write, 
         assert same(used_around(write_and_clear, region, w)[1], by_hand(X, w))
 
 
-@makes
-@pytest.mark.parametrize(
-    "write", (STEPS | IN_REGIONS | WRITES).values(), ids=list(STEPS | IN_REGIONS | WRITES)
-)
-def test_a_graph_takes_the_weight_of_the_moment_whoever_writes_it(write, region):
+@pytest.mark.parametrize("write", (STEPS | WRITES).values(), ids=list(STEPS | WRITES))
+def test_a_graph_takes_the_weight_of_the_moment_whoever_writes_it(write):
     w = weight()
-    _, result = used_around(write, region, w, COMPILED_LINEAR)
+    _, result = used_around(write, autocast, w, COMPILED_LINEAR)
     assert same(result, by_hand(X, w))
 
 
-# Those that the compiler traces; the others break the graph, or write what a graph does not see.
-IN_GRAPHS = [
-    "add_",
-    "-=",
-    "copy_",
-    "zero_",
-    "[0]",
-    "[mask]",
-    "view",
-    "row",
-    "out=",
-    "_foreach_add_",
-    "relu_",
-    "detach",
-]
-
-
 @makes
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (n > 3)) for n, name in enumerate(IN_GRAPHS)]
-)
+@pytest.mark.parametrize("name", ["add_", "view"])
 def test_a_weight_that_a_graph_writes_to_is_cast_again_without_its_cache_emptied(name, region):
     if RELEASE == (2, 6) and region is autocast:
         pytest.skip("PyTorch 2.6 compiles no code that makes a region")
@@ -383,9 +304,10 @@ def test_a_weight_that_a_graph_writes_to_is_cast_again_without_its_cache_emptied
     assert same(after, by_hand(X, w))
 
 
-@pytest.mark.parametrize("search", [None, "strong_wolfe"])
 @pytest.mark.parametrize(
-    "step", [lambda o, c: o.step(c), lambda o, c: o.step(closure=c)], ids=["place", "name"]
+    ("search", "step"),
+    [(None, lambda o, c: o.step(c)), ("strong_wolfe", lambda o, c: o.step(closure=c))],
+    ids=["place", "name"],
 )
 def test_each_call_of_a_closure_takes_the_weight_of_the_moment(search, step):
     def losses(region, linear=F.linear, **options):
@@ -409,81 +331,6 @@ def test_each_call_of_a_closure_takes_the_weight_of_the_moment(search, step):
     assert losses(torch.autocast) != without
     for region in (autocast, torch.autocast):
         assert losses(region, COMPILED_LINEAR) == pytest.approx(without, rel=1e-2)
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-ODD = {
-    "sparse": lambda: X.to_sparse(),
-    "CSR": lambda: X.to_sparse_csr(),
-    "MKL-DNN": lambda: X.to_mkldnn(),
-    "nested": lambda: torch.nested.as_nested_tensor([X, X], layout=torch.jagged),
-    "meta": lambda: X.to("meta"),
-    "complex": lambda: X.to(torch.complex64),
-    "integers": lambda: X.long(),
-    "empty": lambda: X[:0].clone(),
-    "0-dimensional": lambda: X[0, 0].clone(),
-    "subclass": lambda: X.clone().as_subclass(Subclass),
-}
-
-EAGER_ALONE = {"sparse", "CSR", "MKL-DNN", "subclass"}  # as PyTorch compiles nothing with those
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [(kind, way) for kind in ODD for way in ("eager", *([] if kind in EAGER_ALONE else COMPILED[-1:]))],
-)
-def test_what_is_written_to_may_be_any_tensor(kind, way):
-    def double(tensor):
-        return tensor.add_(tensor)
-
-    make = ODD[kind]
-    expected = double(make())
-    result = run_in(way, lambda: autocast("cpu"), double)(make())
-    assert (type(result), result.dtype, result.layout) == (type(expected), expected.dtype, expected.layout)
-    if not expected.is_meta:
-        results = [one.values() if one.is_nested else one.to_dense() for one in (result, expected)]
-        assert torch.equal(*results)
-
-
-def test_gradients_of_sparse_embeddings_accumulate_inside():
-    embedding = nn.Embedding(5, 3, sparse=True)
-    with autocast("cpu"):
-        for _ in range(2):
-            embedding(torch.tensor([1, 2])).sum().backward()
-    assert embedding.weight.grad.to_dense().sum() == 12
-
-
-def trained(region, optimizer, way="eager", **options):
-    """Return the weights after steps that are taken inside one region."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    name, settings_ = optimizer
-    stepper = getattr(torch.optim, name)(model.parameters(), lr=0.1, **settings_)
-    run = model if way == "eager" else compiled(model)
-    with region("cpu", **options):
-        for seed in range(4):
-            stepper.zero_grad()
-            run(numbers(5, 4, seed=seed)).float().square().mean().backward()
-            stepper.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-@pytest.mark.parametrize(
-    "optimizer", [("SGD", {}), ("Adam", {"foreach": True}), ("AdamW", {"fused": True})], ids=str
-)
-def test_training_inside_one_region_learns_what_it_learns_without_a_cache(optimizer):
-    without, original = (
-        trained(torch.autocast, optimizer, cache_enabled=False),
-        trained(torch.autocast, optimizer),
-    )
-    assert torch.equal(trained(autocast, optimizer), without)
-    assert not torch.equal(original, without)
-    assert torch.allclose(trained(autocast, optimizer, "compiled"), without, rtol=1e-2, atol=1e-3)
 
 
 # What is not written to is cast once. Eagerly: in a graph there is no cache, and casts are part of the graph.
@@ -533,15 +380,6 @@ def test_a_weight_that_is_not_written_to_is_cast_once(event):
             assert same(F.linear(X, w), by_hand(X, w))
             EVENTS[event]()
     assert casts.count == 4  # one, and three by hand
-
-
-@makes
-def test_gradients_that_accumulate_inside_cost_no_cast(region):
-    w = weight()
-    with Casts(w) as casts, region("cpu"):
-        for _ in range(3):
-            F.linear(X, w).sum().backward()
-    assert casts.count == 1
 
 
 @pytest.mark.parametrize(
@@ -684,12 +522,14 @@ def test_every_edit_adds_gradients_up_in_float32_where_the_original_loses_them(o
     assert error < 0.005 < original
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", COMPILED)
-def test_a_graph_in_a_region_with_a_table_adds_them_up_in_float32(way, backend):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_graph_in_a_region_with_a_table_adds_them_up_in_float32(backend):
+    def work(w):
+        return sum((F.linear(x, w).float() - 1).square().mean() for x in MANY[:25])
+
     w = weight()
-    loss = run_in(way, lambda: edited("cpu"), lambda w: often(w, F.linear), backend)(w)
-    expected = gradient(torch.autocast("cpu", cache_enabled=False))
+    loss = run_in(COMPILED, lambda: edited("cpu"), work, backend)(w)
+    expected = gradient(torch.autocast("cpu", cache_enabled=False), work)
     assert torch.allclose(torch.autograd.grad(loss, w)[0], expected, rtol=1e-4)
 
 
@@ -727,24 +567,6 @@ def test_a_recurrent_network_adds_the_gradients_of_its_steps_up_in_float32(netwo
         )
     assert all(map(torch.equal, ours, theirs))
     assert not all(map(torch.equal, ours, original))
-
-
-@pytest.mark.parametrize("step", (STEPS | IN_REGIONS).values(), ids=list(STEPS | IN_REGIONS))
-def test_in_a_region_with_a_table_too_a_weight_that_an_optimizer_writes_is_cast_again(step):
-    w = weight()
-    _, result = used_around(step, edited, w)
-    assert same(result, by_hand(X, w))
-
-
-@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
-def test_after_a_write_and_an_emptied_cache_a_region_with_a_table_casts_again(write):
-    def write_and_clear(w):
-        write(w)
-        torch.clear_autocast_cache()
-
-    with torch.no_grad():
-        w = weight()
-        assert same(used_around(write_and_clear, edited, w)[1], by_hand(X, w))
 
 
 def test_a_weight_that_is_written_in_place_needs_no_emptied_cache_in_a_region_with_a_table():

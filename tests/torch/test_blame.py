@@ -19,13 +19,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 from preamp import casting
-from preamp.arrays.torch_compat import count_modes, local_part
 from preamp.errors import CastingError, UsageError
 from preamp.torch import GradScaler, autocast, blame, tune
-from preamp.torch.blaming.recorder import size_of
-from preamp.torch.flops import FlopCounter
 
 from .regions import RELEASE
+from .switches import FlopCounter
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 Loss = Callable[[], Tensor]
@@ -144,18 +142,20 @@ def runs(program: Callable[[], tuple[nn.Module, Loss]]) -> tuple[nn.Module, Loss
     return program()
 
 
+def size_of(weight: Tensor) -> Tensor:
+    """Return the magnitudes of a weight's values: what errors are measured by."""
+    return weight.detach().abs()
+
+
 def states(model: nn.Module) -> list[Tensor]:
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
     return [each.clone() for each in (*model.state_dict().values(), *gradients, torch.get_rng_state())]
 
 
-# PyTorch's LSTM has no float16 on the CPU.
 STEPS = [
     (program, dtype, emulate)
     for program in PROGRAMS
-    for dtype in (torch.float16, torch.bfloat16)
-    for emulate in (True, False)
-    if emulate or (program, dtype) != (recurrent, torch.float16)
+    for dtype, emulate in ((torch.float16, True), (torch.bfloat16, False))
 ]
 
 
@@ -185,7 +185,7 @@ def test_losses_are_those_of_the_steps_and_the_rows_add_up_to_what_they_differ_i
     assert 0 < found.gradient_error < 8 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("path", ["1.qkv", "1.up", "2.out", "2.down", "3"])
+@pytest.mark.parametrize("path", ["1.qkv", "2.down", "3"])
 @BOTH
 def test_effects_are_those_of_a_step_in_which_one_module_alone_is_low(path: str, dtype: torch.dtype) -> None:
     """The peer is autocast itself, in a region whose table keeps everything else in float32."""
@@ -449,9 +449,14 @@ def masked(mask: str, seen: Tensor, huge: float) -> tuple[nn.Module, Loss]:
     return model, loss
 
 
-@pytest.mark.parametrize("huge", [-1e9, torch.finfo(torch.float32).min])
-@pytest.mark.parametrize("emulate", [True, False])
-@BOTH
+@pytest.mark.parametrize(
+    ("dtype", "emulate", "huge"),
+    [
+        (torch.float16, True, torch.finfo(torch.float32).min),
+        (torch.float16, False, -1e9),
+        (torch.bfloat16, True, -1e9),
+    ],
+)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_mask_beyond_the_range_loses_what_one_within_it_does(
     mask: str, dtype: torch.dtype, emulate: bool, huge: float
@@ -530,10 +535,10 @@ def with_data(value: float) -> Tensor:
         ),
     ],
 )
-@BOTH
 def test_what_is_not_finite_in_float32_as_well_is_said_and_nobody_is_accused(
-    value: float, part: Any, said: str, dtype: torch.dtype
+    value: float, part: Any, said: str
 ) -> None:
+    dtype = torch.float16
     model, x = nn.Linear(4, 4, bias=False), with_data(value)
     loss: Loss = lambda: part(model(x)).mean()  # noqa: E731
     found = blame(loss, model=model, dtype=dtype)
@@ -729,7 +734,7 @@ def test_a_function_that_cannot_be_compared_is_refused_and_nothing_changes(loss:
     for now, then in zip(states(model), before, strict=True):
         assert torch.equal(now, then)
     assert torch.autograd.Function.__dict__["apply"] is apply
-    assert count_modes() == 0
+    assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
     assert not torch.is_autocast_enabled("cpu")
     assert not nn.modules.module._global_forward_hooks
     assert not nn.modules.module._global_forward_pre_hooks
@@ -827,7 +832,7 @@ def test_what_is_sharded_is_refused_and_trains_as_if_it_had_not_been_blamed(
         model(x).square().sum().backward()
         gradients.append([weight.grad for weight in model.parameters()])
     for one, other in zip(*gradients, strict=True):
-        assert torch.equal(local_part(one), local_part(other))
+        assert torch.equal(*(getattr(each, "_local_tensor", each) for each in (one, other)))
 
 
 @pytest.mark.usefixtures("one_rank")

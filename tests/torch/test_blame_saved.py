@@ -17,7 +17,7 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.integers(1, 700), st.integers(-60, 60), st.integers(0, 99), st.floats(0, 12))
 def test_packed_values_change_by_a_sixteenth_at_most(count, power, seed, spread):
     """Unless they are 2**-15 of the largest of their block or less."""
@@ -35,7 +35,7 @@ def test_values_that_are_equal_stay_as_they_are(value):
     assert torch.allclose(unpacked(packed(x), x), x, rtol=1e-6, atol=2e-41)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(0, 600), st.integers(0, 600))
 def test_a_range_of_packed_values_is_that_of_all(start, length):
     x = torch.randn(600, generator=generator(0))

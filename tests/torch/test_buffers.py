@@ -13,13 +13,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from preamp import Dynamic, PolicyError, ScaleExhausted, Trace, TraceError
-from preamp.arrays.torch_compat import SHOWS_KEPT_TENSORS
 from preamp.deepspeed import initialize
 from preamp.errors import UsageError
 from preamp.guards import SpikeGuard
 from preamp.scaling import Step
 from preamp.torch import GradScaler
-from preamp.torch.scaling import buffers, grad_scaler
+
+from . import switches
 
 pytestmark = pytest.mark.filterwarnings("ignore:a skipped step left inf or NaN:UserWarning")
 INF, NAN = float("inf"), float("nan")
@@ -72,14 +72,13 @@ ways = pytest.mark.parametrize(
 
 
 @ways
-@pytest.mark.parametrize("factor", [INF, NAN])
-def test_buffers_that_forward_has_ruined_are_named(way, factor, monkeypatch):
+def test_buffers_that_forward_has_ruined_are_named(way, request):
     if way.get("fused"):
-        monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
+        request.getfixturevalue("reads_cost")
     run = Run(**way)
     run.step()
     assert (run.last.skipped, run.last.buffers) == (False, ())
-    run.step(factor=factor)
+    run.step(factor=INF)
     assert (run.last.skipped, run.last.buffers) == (True, RUINED)
 
 
@@ -95,14 +94,13 @@ restoring = pytest.mark.parametrize("way", [{}, {"fused": True}], ids=str)
 
 
 @restoring
-@pytest.mark.parametrize("factor", [INF, NAN])
-def test_they_are_put_back_on_request_and_training_is_as_if_nothing_had_been(way, factor, monkeypatch):
-    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
+@pytest.mark.usefixtures("reads_cost")
+def test_they_are_put_back_on_request_and_training_is_as_if_nothing_had_been(way):
     ours, clean = Run(**way, restore_buffers=True), Run(**way)
     for number in range(6):
         if number in (1, 3, 4):
             before = ours.statistics()
-            ours.step(number, factor)
+            ours.step(number, NAN)
             assert (ours.last.skipped, ours.last.buffers) == (True, RUINED)  # told of all the same
             assert ours.last.restored == RUINED
             assert alike(ours.statistics(), before)
@@ -149,10 +147,9 @@ def test_a_buffer_that_somebody_set_is_left_alone():
     assert (run.model.mask == 7.0).all()
 
 
-@restoring
 @pytest.mark.parametrize("how", ["added", "replaced", "registered"])
-def test_modules_that_come_after_the_scaler_are_looked_after(way, how):
-    run = Run(**way, restore_buffers=True)
+def test_modules_that_come_after_the_scaler_are_looked_after(how):
+    run = Run(restore_buffers=True)
     run.step()
     if how == "added":
         run.model.append(nn.BatchNorm1d(1))
@@ -207,7 +204,7 @@ def test_a_first_step_that_is_skipped_leaves_the_values_of_the_beginning():
 
 def test_clean_steps_look_at_no_buffer(monkeypatch):
     run, looks = Run(), []
-    monkeypatch.setattr(buffers.Buffers, "_present", lambda self: looks.append(1) or {})
+    monkeypatch.setattr(switches.buffers.Buffers, "_present", lambda self: looks.append(1) or {})
     for _ in range(3):
         run.step()
         assert run.last.buffers == ()
@@ -345,10 +342,9 @@ loading = pytest.mark.parametrize(
 )
 
 
-@restoring
 @loading
-def test_a_model_may_be_loaded_after_its_scaler(way, load):
-    trained, resumed = Run(**way, restore_buffers=True), Run(**way, restore_buffers=True)
+def test_a_model_may_be_loaded_after_its_scaler(load):
+    trained, resumed = Run(restore_buffers=True), Run(restore_buffers=True)
     trained.step()
     saved = copy.deepcopy((trained.model.state_dict(), trained.scaler.state_dict()))
     resumed.scaler.load_state_dict(saved[1])
@@ -411,9 +407,10 @@ def averaged(run, when, use_buffers, number=6):
     return average
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("when", ["between", "after"])
-@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize(
+    ("fused", "when", "use_buffers"),
+    [(False, "between", False), (True, "between", True), (False, "after", True)],
+)
 def test_an_average_of_the_model_stays_finite_wherever_it_is_taken(fused, when, use_buffers):
     run = Run(restore_buffers=True, fused=fused)
     average = averaged(run, when, use_buffers)
@@ -450,7 +447,7 @@ def said_of_ruin(run, *factors):
 
 
 shows_statistics = pytest.mark.skipif(
-    not SHOWS_KEPT_TENSORS, reason="this PyTorch does not show what its graph keeps"
+    not switches.compat.SHOWS_KEPT_TENSORS, reason="this PyTorch does not show what its graph keeps"
 )
 
 
@@ -496,11 +493,11 @@ def test_a_checkpointed_forward_is_not_run_again_to_find_them():
 
 
 @shows_statistics
-def test_only_skipped_steps_look_for_them(monkeypatch):
-    run, looks = Run(model=None), []
+def test_only_skipped_steps_look_for_them():
+    run = Run(model=None)
     run.step()
-    monkeypatch.setattr(grad_scaler, "some_are_ruined", lambda found: looks.append(len(found)) or False)
-    run.step()
-    assert looks == []
-    run.step(factor=INF)
-    assert looks == [2]
+    with switches.looks_for_ruin(False) as looks:
+        run.step()
+        assert not looks.called
+        run.step(factor=INF)
+    assert [len(call.args[0]) for call in looks.call_args_list] == [2]

@@ -19,19 +19,14 @@ from .pairs import INF, NAN, contents, give, make, ours, state_of, weights
 OPTIMIZERS = {
     "SGD": {},
     "SGD momentum": {"momentum": 0.9, "weight_decay": 0.1},
-    "SGD nesterov": {"momentum": 0.9, "nesterov": True},
-    "SGD fused": {},
     "SGD fused momentum": {"momentum": 0.9},
     "Adam amsgrad": {"amsgrad": True},
     "AdamW": {},
     "AdamW fused": {},
     "NAdam": {},
-    "RAdam": {},
     "RMSprop": {"momentum": 0.5, "centered": True},
     "Rprop": {},
-    "Adagrad": {},
     "Adagrad fused": {},
-    "Adadelta": {},
     "ASGD": {},
     "Adafactor": {},
     **({"Muon": {}} if hasattr(torch.optim, "Muon") else {}),  # new in 2.9
@@ -46,7 +41,7 @@ POLICIES = {
     "headroom": {"policy": Headroom(init_scale=2.0**10, memory=2, patience=4)},
 }
 kinds = pytest.mark.parametrize("kind", list(OPTIMIZERS))
-EXAMPLES = 150
+EXAMPLES = 40
 scripts = st.lists(st.sampled_from([1.0, 1.0, 1.0, INF, NAN]), min_size=1, max_size=10)
 
 
@@ -153,9 +148,9 @@ def test_a_count_that_was_restored_beyond_its_interval_still_grows():
 
 
 @kinds
-@pytest.mark.parametrize("factor", [INF, NAN])
-def test_an_overflow_on_the_very_first_step_leaves_the_state_of_a_beginner(kind, factor):
+def test_an_overflow_on_the_very_first_step_leaves_the_state_of_a_beginner(kind):
     """Also of a parameter whose first gradient comes late, and overflows."""
+    factor = INF
     late = kind != "SGD fused momentum"
     a, b = Training(kind, ours(capturable=True)), Training(kind, ours(policy=Static(2.0**10)))
     before = a.values()
@@ -242,7 +237,7 @@ def test_a_closure_is_refused():
             training.scaler.step(training.optimizer, *call, **({} if call else {"closure": lambda: None}))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     script=scripts,
     at=st.integers(0, 9),
@@ -339,8 +334,8 @@ def dynamo():
 @pytest.mark.parametrize(
     ("kind", "backend", "limits", "rule"),
     [
-        ("SGD momentum", "eager", {}, "torch's"),
-        *(("SGD", "eager", {}, rule) for rule in POLICIES),
+        ("SGD momentum", "eager", {}, "hysteresis"),
+        ("SGD", "eager", {}, "tolerant"),
         ("AdamW", "eager", {"max_norm": 0.5}, "headroom"),
         ("SGD", "aot_eager", {"max_norm": 0.5, "max_value": 0.3}, "torch's"),
     ],

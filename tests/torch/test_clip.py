@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp import PolicyError, Static
 from preamp.torch import GradScaler
-from preamp.torch.scaling import grad_scaler
 from tests.combinations import in_one_test
 from tests.seeing import Remembering
 
@@ -25,7 +24,6 @@ OPTIMIZERS = {
     "AdamW fused": {},
     "Adagrad fused": {},
 }
-kinds = pytest.mark.parametrize("kind", list(OPTIMIZERS))
 few = pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
 LARGE = 2**15 + 1  # torch.dot takes the norm from 2**15 numbers on
 
@@ -61,7 +59,7 @@ def exactly_clipped(gradient, max_norm=math.inf, max_value=math.inf):
     return clamped * min(1.0, max_norm / clamped.norm().item())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     script=st.lists(
         st.tuples(
@@ -123,7 +121,7 @@ def test_scales_parameters_and_gradients_are_those_of_the_three_calls(
 @in_one_test(
     dtype=[torch.float16, torch.bfloat16],
     shares=[{"max_norm": 0.3}, {"max_value": 0.3}, {"max_norm": 0.2, "max_value": 0.5}],
-    scale=[2.0**-3, 1.0, 2.0**16, 2.0**28],
+    scale=[2.0**-3, 2.0**16],
     capturable=[False, True],
 )
 def test_half_gradients_are_clipped_to_the_last_digit(dtype, kind, shares, scale, capturable):
@@ -142,13 +140,12 @@ def test_half_gradients_are_clipped_to_the_last_digit(dtype, kind, shares, scale
     assert torch.allclose(weight.grad.double(), exact, rtol=1.5 * digits.eps, atol=spacing)
 
 
-@kinds
-@pytest.mark.parametrize(
-    "entries",
-    [[1e20] * 4, [1e30, 1e-10, 3.0, 0.0], [3e38] * 3, [1e38] * LARGE],
-    ids=["equal", "some", "sum", "many"],
+@few
+@in_one_test(
+    entries=[[1e20] * 4, [1e30, 1e-10, 3.0, 0.0], [3e38] * 3, [1e38] * LARGE],
+    scale=[1.0, 2.0**16],
+    max_norm=[1.0, 1e-3],
 )
-@in_one_test(scale=[1.0, 2.0**16], max_norm=[1.0, 1e-3])
 def test_a_norm_whose_squares_overflow_is_taken_again_exactly(kind, entries, scale, max_norm):
     (weight,) = weights(size=len(entries))
     scaler, optimizer = ours(init_scale=scale), optimizer_of(kind, [weight], lr=1.0)
@@ -161,10 +158,10 @@ def test_a_norm_whose_squares_overflow_is_taken_again_exactly(kind, entries, sca
     assert torch.allclose(weight.grad.double(), exact / exact.norm() * max_norm, rtol=1e-5, atol=1e-30)
 
 
-@kinds
-@pytest.mark.parametrize(("entry", "dtype"), [(1e30, torch.float32), (1e200, torch.float64)])
-@pytest.mark.parametrize("size", [3, LARGE])
-def test_large_gradients_are_finite_although_their_squares_are_not(kind, entry, dtype, size):
+@few
+@in_one_test(entry=[(1e30, torch.float32), (1e200, torch.float64)], size=[3, LARGE])
+def test_large_gradients_are_finite_although_their_squares_are_not(kind, entry, size):
+    entry, dtype = entry
     (weight,) = weights(size=size, dtype=dtype)
     scaler, optimizer = ours(), optimizer_of(kind, [weight])
     give(scaler, weight, entry)
@@ -172,8 +169,8 @@ def test_large_gradients_are_finite_although_their_squares_are_not(kind, entry, 
     assert not scaler.last_step.skipped
 
 
-@kinds
-@pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_value": 1.0}])
+@few
+@in_one_test(limits=[{}, {"max_norm": 1.0}, {"max_value": 1.0}])
 def test_a_gradient_without_numbers_is_no_obstacle(kind, limits):
     (weight,) = weights(size=0)
     scaler, optimizer = ours(init_scale=0.25), optimizer_of(kind, [weight])
@@ -182,7 +179,7 @@ def test_a_gradient_without_numbers_is_no_obstacle(kind, limits):
     assert not scaler.last_step.skipped
 
 
-@kinds
+@few
 @pytest.mark.parametrize("capturable", [False, True])
 def test_max_norm_inf_measures_and_changes_nothing(kind, capturable):
     values = []
@@ -198,9 +195,9 @@ def test_max_norm_inf_measures_and_changes_nothing(kind, capturable):
     assert all(torch.equal(x, y) for x, y in zip(*values, strict=True))
 
 
-@pytest.mark.parametrize("name", ["max_norm", "max_value"])
-@pytest.mark.parametrize("limit", [0, 0.0, -1.0, NAN, -INF, "x", True, [1.0]])
-@pytest.mark.parametrize("enabled", [True, False])
+@in_one_test(
+    name=["max_norm", "max_value"], limit=[0, -1.0, NAN, -INF, "x", True, [1.0]], enabled=[True, False]
+)
 def test_a_limit_that_cannot_work_is_refused_and_changes_nothing(name, limit, enabled):
     (weight,) = weights()
     scaler, optimizer = ours(enabled=enabled), make("SGD", [weight], lr=1.0)
@@ -231,9 +228,11 @@ def test_a_disabled_scaler_clips_all_the_same(limits):
     assert norms[0] == pytest.approx(norms[1] if "max_norm" in limits else None)
 
 
-@pytest.mark.parametrize("limits", [{"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}], ids=str)
-@pytest.mark.parametrize("closure", [False, True])
-@pytest.mark.parametrize("alone", [True, False])
+@in_one_test(
+    limits=[{"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}],
+    closure=[False, True],
+    alone=[True, False],
+)
 def test_a_disabled_scaler_records_what_clip_grad_norm_returns(limits, closure, alone):
     others = {} if alone else {"reduce": lambda readings: None}
     for value, finite in ((4.0, True), (INF, False), (NAN, False)):
@@ -252,8 +251,7 @@ def test_a_disabled_scaler_records_what_clip_grad_norm_returns(limits, closure, 
 
 
 @few
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("capturable", [False, True])
+@in_one_test(explicit=[False, True], capturable=[False, True])
 def test_a_grad_scale_that_the_user_set_counts(kind, explicit, capturable):
     (weight,) = weights()
     scaler, optimizer = ours(capturable=capturable), make(f"{kind} fused".replace("d fused", "d"), [weight])
@@ -317,16 +315,16 @@ def test_a_peak_takes_one_call_for_each_gradient(kind):
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}])
-def test_a_policy_that_sees_reads_no_more_than_one_that_does_not(monkeypatch, limits):
-    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
+@pytest.mark.usefixtures("reads_cost")
+def test_a_policy_that_sees_reads_no_more_than_one_that_does_not(limits):
     for kind, options in (("AdamW fused", {}), ("SGD", {"capturable": True})):
         bare = counted(None, kind, bare=True).reads
         assert counted(ours(policy=Remembering(1024.0), **options), kind, **limits).reads == bare
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"max_norm": 1.0, "max_value": 0.5}])
-def test_where_reads_cost_a_fused_step_has_none_and_any_other_one(monkeypatch, limits):
-    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
+@pytest.mark.usefixtures("reads_cost")
+def test_where_reads_cost_a_fused_step_has_none_and_any_other_one(limits):
     fused = ours()
     assert counted(fused, "AdamW fused", **limits).reads == 0
     norm = pytest.approx(644**0.5 / 1024) if "max_norm" in limits else None

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from preamp import Trace
 from preamp.errors import UsageError
 
-from .pairs import INF, NAN, contents, make, ours, state_of, theirs, weights
+from .pairs import INF, NAN, contents, make, ours, state_of, theirs
 
 SEARCHES = [None, "strong_wolfe"]
 searches = pytest.mark.parametrize("search", SEARCHES)
 passings = pytest.mark.parametrize("passing", ["positional", "keyword"])
-ONCE = ["SGD", "SGD momentum", "Adam", "AdamW", "AdamW fused", "Adagrad fused"]
+ONCE = ["SGD momentum", "Adam", "AdamW fused"]
 
 
 def pass_closure(step, closure, passing, **limits):
@@ -77,17 +77,7 @@ def test_lbfgs_takes_the_steps_it_takes_without_a_scale(search, passing):
     assert a.scaler.get_scale() == 2048.0  # one clean step for each call of step, however many evaluations
 
 
-def test_the_original_lets_an_overflow_through_or_refuses():
-    fit = Fit(scaler=theirs())
-    fit.closure()
-    fit.poison = {fit.evaluations + 1: INF}
-    fit.step()
-    assert not fit.weight.isfinite().all()
-    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-        fit.step("keyword")
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     search=st.sampled_from(SEARCHES),
     steps_before=st.integers(0, 2),
@@ -287,19 +277,6 @@ def test_an_optimizer_that_moves_before_it_evaluates_again_is_put_back(nth):
     a.step()
     b.step()
     assert a.everything() == b.everything()
-
-
-def test_a_grad_scale_that_the_user_set_is_divided_by_once():
-    (weight,) = weights()
-    scaler, optimizer = ours(), make("SGD fused", [weight], lr=1.0)
-    optimizer.grad_scale = torch.tensor(4.0)
-
-    def closure():
-        optimizer.zero_grad()
-        scaler.scale(8.0 * weight.sum()).backward()
-
-    scaler.step(optimizer, closure)
-    assert weight[0].item() == -2.0
 
 
 @pytest.mark.parametrize("limits", [{"max_norm": 0.02}, {"max_value": 0.01}, {}])

@@ -22,8 +22,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("found", ["1.13.1", "2.5.1+cu124", "2.5.0a0+872d972e41.nv24.8"])
-def test_an_older_release_is_refused_at_import(found: str) -> None:
+def test_an_older_release_is_refused_at_import() -> None:
+    found = "2.5.0a0+872d972e41.nv24.8"
     done = python(f"import torch; torch.__version__ = {found!r}; import preamp.torch")
     assert done.stderr.endswith(
         f"MissingExtra: torch {found} is too old: preamp works with 2.6 and newer. "
@@ -36,6 +36,8 @@ def test_an_older_release_is_refused_at_import(found: str) -> None:
 )
 def test_numbers_are_compared_as_numbers(found: str) -> None:
     MissingExtra.refuse_older("torch", found, "2.6")
+    with pytest.raises(MissingExtra, match=r"torch 1\.13\.1 is too old"):
+        MissingExtra.refuse_older("torch", "1.13.1", "2.6")
     with pytest.raises(MissingExtra, match=r"works with 12\.1 and newer"):
         MissingExtra.refuse_older("torch", found, "12.1")
 
@@ -63,7 +65,6 @@ def private(file: Path) -> Iterator[str]:
         yield from (name for name in names if any(re.match("_(?!_)", part) for part in name.split(".")))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(FOLDER)))
-def test_private_names_of_pytorch_stand_in_one_module(file: Path) -> None:
-    assert list(private(file)) == []
+def test_private_names_of_pytorch_stand_in_one_module() -> None:
+    assert {str(file): names for file in FILES if (names := list(private(file)))} == {}
     assert list(private(FOLDER / "arrays" / "torch_compat.py"))  # it would find them

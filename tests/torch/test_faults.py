@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from preamp import PolicyError, Trace
 from preamp.torch import GradScaler
 
-from .pairs import INF, NAN, contents, make, ours, state_of, theirs
+from .pairs import INF, NAN, contents, make, ours, state_of
 
 OPTIMIZERS = {"SGD": {"momentum": 0.9}, "AdamW": {}, "AdamW fused": {}, "Adagrad fused": {}}
-kinds = pytest.mark.parametrize("kind", list(OPTIMIZERS))
 SCALE = 2.0**10
 
 
@@ -76,8 +75,12 @@ def faults(seed, steps):
     }
 
 
-@kinds
-@pytest.mark.parametrize("limits", [{}, {"max_norm": 0.1}])
+some = pytest.mark.parametrize(
+    ("kind", "limits"), [("SGD", {}), ("AdamW", {"max_norm": 0.1}), ("AdamW fused", {"max_norm": 0.1})]
+)
+
+
+@some
 @pytest.mark.parametrize("steps", [140, pytest.param(1000, marks=pytest.mark.slow)])
 def test_no_planted_fault_gets_through_and_each_is_told(kind, limits, steps):
     trace, planted = Trace(), faults(0, steps)
@@ -97,8 +100,7 @@ def test_no_planted_fault_gets_through_and_each_is_told(kind, limits, steps):
     assert sum(step.skipped for step in trace) == len(planted) == steps // 20
 
 
-@kinds
-@pytest.mark.parametrize("limits", [{}, {"max_norm": 0.1}])
+@some
 def test_the_run_is_the_one_without_the_faulty_steps(kind, limits):
     """With a scale that is a power of two, a skipped step leaves no trace in any bit."""
     planted = faults(2, 60)
@@ -112,7 +114,7 @@ def test_the_run_is_the_one_without_the_faulty_steps(kind, limits):
     assert a.everything() == b.everything()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     kind=st.sampled_from(list(OPTIMIZERS)),
     seed=st.integers(0, 10**6),
@@ -182,7 +184,7 @@ wirings = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(wiring=wirings, another=wirings, seed=st.integers(0, 99))
 def test_culprits_come_in_the_order_in_which_backward_reaches_them(wiring, another, seed):
     """Also when the graph is another one after an overflow."""
@@ -237,52 +239,6 @@ def test_of_several_optimizers_each_has_its_own_part_of_the_step():
             assert together.grad_norm == pytest.approx(squares**0.5)
         assert {part.new_scale for part in parts} == {together.new_scale}
     assert a.scaler.last_step_of(idle.optimizer) is None
-
-
-def digits():
-    from sklearn import datasets
-
-    images, labels = datasets.load_digits(return_X_y=True)
-    return torch.tensor(images, dtype=torch.float32) / 16.0, torch.tensor(labels)
-
-
-@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
-@pytest.mark.parametrize("half", [False, True])
-def test_the_digits_are_learnt_step_for_step_as_with_the_original(kind, half):
-    """In float16 the first steps overflow."""
-    images, labels = digits()
-    torch.manual_seed(0)
-    first = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
-    runs = []
-    for make_scaler in (ours, theirs):
-        model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
-        model.load_state_dict(first.state_dict())
-        runs.append(
-            (
-                make_scaler(init_scale=2.0**24 if half else 2.0**10, growth_interval=10),
-                model,
-                make(kind, model.parameters(), lr=0.02, **({"momentum": 0.9} if kind == "SGD" else {})),
-            )
-        )
-    skipped = 0
-    for number in range(120):
-        batch = torch.randperm(len(images), generator=torch.Generator().manual_seed(number))[:48]
-        losses = []
-        for scaler, model, optimizer in runs:
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.float16, enabled=half):
-                loss = torch.nn.functional.cross_entropy(model(images[batch]).float(), labels[batch])
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            losses.append(loss.item())
-        skipped += runs[0][0].last_step.skipped
-        assert losses[0] == losses[1]
-        assert runs[0][0].get_scale() == runs[1][0].get_scale()
-    assert contents([*runs[0][1].state_dict().values()]) == contents([*runs[1][1].state_dict().values()])
-    assert state_of(runs[0][2]) == state_of(runs[1][2])
-    assert losses[0] < 0.7
-    assert (skipped > 3) == half
 
 
 @pytest.mark.parametrize("more", [None, "x", NAN, {"steps": NAN}, {"steps": -1}, {"steps": "2"}])

@@ -13,7 +13,6 @@ import torch
 
 from preamp import Static, Trace
 from preamp.torch import GradScaler
-from preamp.torch.scaling import grad_scaler
 from tests.extremes import EXTREMES, Extreme
 
 MAX_NORM = 2.0
@@ -55,9 +54,9 @@ def stepped(row: Extreme, way: str, max_norm: float | None) -> tuple[Any, list[n
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("row", EXTREMES, ids=lambda row: row.name)
-def test_every_way_takes_the_same_steps_and_clips_them_to_the_norm(monkeypatch, row, way):
+def test_every_way_takes_the_same_steps_and_clips_them_to_the_norm(request, row, way):
     if "device" in way:
-        monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
+        request.getfixturevalue("reads_cost")
     finite = row.finite(row.dtype)
     for max_norm in (None, MAX_NORM):
         if "ranks" in way and row.name == "float64, squares overflow" and (max_norm or "unscale_" in way):

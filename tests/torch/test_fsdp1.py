@@ -5,9 +5,9 @@ import torch
 from torch.distributed.fsdp import FlatParameter
 
 from preamp.torch import GradScaler, ShardedGradScaler
-from preamp.torch.scaling import grad_scaler as scaler
 
 from .pairs import give, make
+from .switches import ranks
 
 
 def flat():
@@ -18,28 +18,27 @@ def flat():
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}])
-def test_a_plain_scaler_warns_of_its_parameters_on_several_ranks_once(limits, monkeypatch):
-    monkeypatch.setattr(scaler, "number_of_ranks", lambda: 2)
+def test_a_plain_scaler_warns_of_its_parameters_on_several_ranks_once(limits):
     weight = flat()
     optimizer, plain = make("SGD", [weight]), GradScaler("cpu")
     give(plain, weight, 1.0)
-    with pytest.warns(UserWarning, match=r"FSDP's first version.*Write ShardedGradScaler\(\)") as told:
-        plain.step(optimizer, **limits)
-    assert [warning.filename for warning in told] == [__file__]
-    plain.update()
-    give(plain, weight, 1.0)
-    plain.step(optimizer, **limits)  # warnings are errors here
+    with ranks(2):
+        with pytest.warns(UserWarning, match=r"FSDP's first version.*Write ShardedGradScaler\(\)") as told:
+            plain.step(optimizer, **limits)
+        assert [warning.filename for warning in told] == [__file__]
+        plain.update()
+        give(plain, weight, 1.0)
+        plain.step(optimizer, **limits)  # warnings are errors here
 
 
 @pytest.mark.parametrize("asks", [lambda: GradScaler("cpu", reduce=lambda x: x), lambda: GradScaler("cpu")])
-def test_a_scaler_that_asks_the_others_and_one_that_is_alone_take_them(asks, monkeypatch):
+def test_a_scaler_that_asks_the_others_and_one_that_is_alone_take_them(asks):
     able = asks()
-    if able._meter.agreement.needed(()):
-        monkeypatch.setattr(scaler, "number_of_ranks", lambda: 2)
     weight = flat()
     optimizer = make("SGD", [weight])
     give(able, weight, 1.0)
-    able.step(optimizer, max_norm=1.0)
+    with ranks(2 if able._meter.agreement.needed(()) else 1):
+        able.step(optimizer, max_norm=1.0)
     able.update()
     assert not able.last_step.skipped
     assert isinstance(ShardedGradScaler("cpu"), GradScaler)

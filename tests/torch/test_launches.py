@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preamp import Dynamic
-from preamp.arrays import torch as arithmetic
-from preamp.arrays.torch_compat import foreach_norm
 from preamp.torch import GradScaler
-from preamp.torch.scaling import grad_scaler
+
+from . import switches
 
 # Operators that reserve memory or give another view of it, and launch nothing.
 LAUNCH_NOTHING = {"empty", "empty_like", "unbind", "view", "detach", "alias", "select", "expand"}
@@ -46,11 +43,7 @@ def beyond_the_optimizers(calls, policy, capturable, **limits):
         scaler.step(optimizer, **limits)
         scaler.update()
 
-    def largest(tensors):  # as on an accelerator: on a CPU the maximum norm is slow
-        return torch.stack(foreach_norm(tensors, math.inf))
-
-    on_device = patch.object(grad_scaler, "_reads_are_free", lambda device: False)
-    with on_device, patch.object(arithmetic, "largest", largest):
+    with switches.reads_are_free(False), switches.largest_as_on_a_device():
         iterate()
         calls.launched.clear()
         with calls:

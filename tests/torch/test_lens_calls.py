@@ -150,7 +150,7 @@ def test_what_has_no_forward_is_refused(kind: Any) -> None:
 MOVES = ["model", "parts", "forward", "no_grad", "no backward", "last"]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.sampled_from(MOVES), max_size=7))
 def test_a_warning_comes_exactly_when_parts_were_trained_before_the_first_call(moves: list[str]) -> None:
     model, trained, called, due = Pair(), False, False, False

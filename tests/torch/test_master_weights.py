@@ -11,7 +11,6 @@ from preamp import PolicyError, UsageError
 from preamp.torch import GradScaler, MasterWeights
 
 INF = math.inf
-HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
 
 class Run:
@@ -46,8 +45,7 @@ class Run:
         return torch.cat([p.detach().flatten() for p in self.optimizer.param_groups[0]["params"]])
 
 
-@HALVES
-@pytest.mark.parametrize("micro_steps", [1, 4])
+@pytest.mark.parametrize(("dtype", "micro_steps"), [(torch.float16, 4), (torch.bfloat16, 1)])
 def test_they_keep_updates_that_half_precision_would_lose(dtype, micro_steps):
     wide = Run(dtype=torch.float32, lr=1e-5)
     with torch.no_grad():
@@ -55,7 +53,7 @@ def test_they_keep_updates_that_half_precision_would_lose(dtype, micro_steps):
             p.copy_(p.to(dtype))
     run, lossy = (Run(dtype=dtype, copies=copies, lr=1e-5) for copies in (True, False))
     start = run.values()
-    for number in range(200):
+    for number in range(60):
         wide.step(number)
         run.step(number, micro_steps=micro_steps)
         lossy.step(number)

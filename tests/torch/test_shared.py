@@ -5,20 +5,20 @@ import itertools
 import pytest
 import torch
 
-from preamp.torch.scaling import grad_scaler
 from tests.combinations import in_one_test
 
 from .pairs import INF, make, ours, theirs, weights
 from .pairs import give as give_gradient
+from .switches import reads_are_free
 
 SGDS = ["SGD", "SGD fused"]
 kinds = pytest.mark.parametrize("kind", SGDS)
 
 
 @kinds
-@pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("limits", [{}, {"max_norm": 1e6}, {"max_value": 1e6}])
-@pytest.mark.parametrize("capturable", [False, True])
+@in_one_test(
+    unscale=[False, True], limits=[{}, {"max_norm": 1e6}, {"max_value": 1e6}], capturable=[False, True]
+)
 def test_a_gradient_that_two_parameters_have_is_unscaled_once(kind, unscale, limits, capturable):
     pair = weights(2)
     optimizer = make(kind, pair, lr=1.0)
@@ -34,15 +34,6 @@ def test_a_gradient_that_two_parameters_have_is_unscaled_once(kind, unscale, lim
         scaler.update()
     assert [parameter[0].item() for parameter in pair] == [-4.0, -4.0]
     assert pair[1].grad[0].item() == 2.0
-
-
-def test_the_original_unscales_it_twice():
-    pair = weights(2)
-    scaler = theirs()
-    give_gradient(scaler, pair[0], 2048.0)
-    pair[1].grad = pair[0].grad
-    scaler.step(make("SGD", pair, lr=1.0))
-    assert pair[0][0].item() == -2.0 / 1024.0
 
 
 @pytest.mark.parametrize("capturable", [False, True])
@@ -84,44 +75,36 @@ mixes = pytest.mark.parametrize("mix", list(itertools.product(SGDS, SGDS)))
 
 @mixes
 @in_one_test(unscaled=ORDERS, limits=[{}, {"max_norm": 1e6}], reads=[True, False, None])
-def test_a_parameter_of_two_optimizers_is_unscaled_once(monkeypatch, mix, unscaled, limits, reads):
-    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: bool(reads))
+def test_a_parameter_of_two_optimizers_is_unscaled_once(mix, unscaled, limits, reads):
     pair = Shared(ours(capturable=reads is None), mix)
     for _ in range(2):
         pair.zero_grad()
         pair.backward(2.0)
-        for name in unscaled:
-            pair.scaler.unscale_(getattr(pair, name))
-        for name in unscaled or "ab":
-            pair.scaler.step(getattr(pair, name), **limits)
-        if len(unscaled) == 1:
-            pair.scaler.step(pair.b if unscaled == "a" else pair.a, **limits)
-        pair.scaler.update()
+        with reads_are_free(bool(reads)):
+            for name in unscaled:
+                pair.scaler.unscale_(getattr(pair, name))
+            for name in unscaled or "ab":
+                pair.scaler.step(getattr(pair, name), **limits)
+            if len(unscaled) == 1:
+                pair.scaler.step(pair.b if unscaled == "a" else pair.a, **limits)
+            pair.scaler.update()
     assert pair.values() == [-8.0, -2.0, -2.0]
-
-
-def test_the_original_unscales_it_once_for_each():
-    pair = Shared(theirs())
-    pair.backward(2.0)
-    pair.scaler.step(pair.a)
-    pair.scaler.step(pair.b)
-    assert pair.values() == [-2.0 - 2.0 / 1024.0, -1.0, -1.0]
 
 
 @mixes
 @in_one_test(unscaled=ORDERS, reads=[True, False, None], where=["common", "a", "b"])
-def test_an_overflow_stops_those_that_own_it(monkeypatch, mix, unscaled, reads, where):
+def test_an_overflow_stops_those_that_own_it(mix, unscaled, reads, where):
     """The other optimizer steps, on gradients that are unscaled whoever should have done it."""
-    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: bool(reads))
     pair = Shared(ours(capturable=reads is None), mix)
     pair.backward(**{f"of_{where}": INF})
-    for name in unscaled:
-        pair.scaler.unscale_(getattr(pair, name))
-    for name in "ab":
-        pair.scaler.step(getattr(pair, name))
-        skipped = pair.scaler.last_step.skipped
-        assert skipped == (where in ("common", name))
-    pair.scaler.update()
+    with reads_are_free(bool(reads)):
+        for name in unscaled:
+            pair.scaler.unscale_(getattr(pair, name))
+        for name in "ab":
+            pair.scaler.step(getattr(pair, name))
+            skipped = pair.scaler.last_step.skipped
+            assert skipped == (where in ("common", name))
+        pair.scaler.update()
     assert (
         pair.values()
         == {

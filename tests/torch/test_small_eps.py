@@ -8,11 +8,8 @@ import torch
 from preamp.torch import GradScaler, MasterWeights
 
 KINDS = [  # each with the eps that it has by itself
-    (torch.optim.Adam, {}),
-    (torch.optim.AdamW, {}),
     (torch.optim.AdamW, {"foreach": True}),
     (torch.optim.NAdam, {}),
-    (torch.optim.RAdam, {}),
     (torch.optim.Adamax, {}),
     (torch.optim.RMSprop, {}),
     (torch.optim.Adagrad, {}),

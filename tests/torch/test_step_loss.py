@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from preamp import Dynamic, Trace
 from preamp.deepspeed import initialize
 from preamp.torch import GradScaler
-from preamp.torch.scaling import grad_scaler
 
 INF = float("inf")
 
@@ -173,9 +172,9 @@ def test_a_closure_counts_as_its_last_evaluation():
     assert run.scaler.last_step.loss == losses[-1].item()
 
 
+@pytest.mark.usefixtures("reads_cost")
 @pytest.mark.parametrize("fused", [False, True])
-def test_one_loss_is_detached_and_no_more(monkeypatch, fused):
-    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
+def test_one_loss_is_detached_and_no_more(fused):
     run = Run(fused=fused)
     counted = []
     for known in (False, True):
@@ -198,9 +197,9 @@ def test_one_loss_is_detached_and_no_more(monkeypatch, fused):
     assert run.scaler.last_step.loss == loss.item()
 
 
-def test_who_is_told_of_steps_has_the_loss_read_beside_the_flag_before_the_optimizer_works(monkeypatch):
+@pytest.mark.usefixtures("reads_cost")
+def test_who_is_told_of_steps_has_the_loss_read_beside_the_flag_before_the_optimizer_works():
     """Later the host would wait for the update."""
-    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
     counted = []
     for on_step in (None, Trace()):
         run = Run(on_step=on_step)

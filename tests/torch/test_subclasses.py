@@ -7,7 +7,6 @@ import torch
 
 from preamp import PolicyError, UsageError, dialects
 from preamp.torch import GradScaler
-from preamp.torch.scaling import grad_scaler
 
 INF = float("inf")
 STEPS = pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}])
@@ -205,10 +204,10 @@ def test_the_same_loop_runs_with_a_disabled_scaler(weight, limits):
     assert weight.tolist() == [0.5, 0.5]
 
 
+@pytest.mark.usefixtures("reads_cost")
 @pytest.mark.parametrize("scale", [None, 16.0])
-def test_what_other_code_wrote_moves_to_the_device_and_back(weight, scale, monkeypatch):
+def test_what_other_code_wrote_moves_to_the_device_and_back(weight, scale):
     """As on an accelerator, where a fused optimizer decides by itself and another one reads."""
-    monkeypatch.setattr(grad_scaler, "_reads_are_free", lambda device: False)
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=7)
     host, device = optimizer_of(weight), optimizer_of(weight, fused=True)
     for number, optimizer in enumerate([host, device, host, device]):
