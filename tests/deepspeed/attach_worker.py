@@ -1,6 +1,6 @@
 """One rank that trains with the real DeepSpeed, with and without `attach`, and writes what it has seen.
 
-`python attach_worker.py FOLDER`, with the variables that DeepSpeed's launcher sets, plays every scenario for
+`python guards_worker.py FOLDER`, with the variables that DeepSpeed's launcher sets, plays every scenario for
 so many ranks and leaves `FOLDER/RANK.json`: by scenario what it returned, or the traceback. DeepSpeed refuses
 float16 on a CPU, which computes it well enough: that check is overridden, nothing else.
 """
@@ -169,7 +169,7 @@ def attached(kind: str) -> Seen:
     return {"seen": seen, "steps": [step._asdict() for step in trace], "records": records.seen}
 
 
-@each(two=ON_TWO_RANKS)
+@each(ESSENTIAL, two=ON_TWO_RANKS)
 def clipped(kind: str) -> list[Seen]:
     """Norms below the limit, and between it and its double: the square root of ten times the gradient."""
     engine = made(kind, clip=2.0)
@@ -177,7 +177,7 @@ def clipped(kind: str) -> list[Seen]:
     return [update(engine, gradient) for gradient in (0.5, 1.0, 1.0, 0.5, 1.0)]
 
 
-@each(two=ON_TWO_RANKS)
+@each(ESSENTIAL, two=ON_TWO_RANKS)
 def accumulated(kind: str) -> Seen:
     engine, trace = made(kind, accumulation=2), Trace()
     attach(engine, on_step=trace)
@@ -225,7 +225,7 @@ def backward_of_the_loss(kind: str) -> Seen:
     return {}
 
 
-@each(ESSENTIAL, two=("0", "3"))
+@each(("0", "1", "3"), two=("3",))
 def resumed(kind: str) -> list[list[float]]:
     return cut_everywhere(kind)
 
@@ -511,7 +511,3 @@ def main(scenarios: dict[str, Callable[[], Any]]) -> None:
             if RANKS > 1:
                 break  # the other ranks are somewhere else now
     (FOLDER / f"{RANK}.json").write_text(json.dumps(answers))
-
-
-if __name__ == "__main__":
-    main(SCENARIOS)

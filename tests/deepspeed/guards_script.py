@@ -1,4 +1,4 @@
-"""What the ranks of `guards_worker.py` train by, and what `test_guards.py` knows of it."""
+"""What the ranks of `guards_worker.py` train by, and what the tests know of it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ ALL = [(kind, "spike") for kind in KINDS] + [("0", "norm"), ("2", "olmo"), ("3",
 TWO = [("0", "spike"), ("3", "spike"), ("1", "olmo")]
 RESUMED = ("0 fused", "1", "3")
 HALVES = ("1", "2", "3", "3 offloaded")  # bfloat16
+SPIKES = {"spike": 5, "norm": 2, "olmo": 2}  # how many steps of the script each rule skips
 ENTRIES = 10  # of the gradients
 CUT = 29  # after which step it is saved
 

@@ -1,11 +1,7 @@
-"""One rank that trains with the real DeepSpeed and a guard, and writes what it has seen.
-
-Started as `attach_worker.py`.
-"""
+"""One rank that trains with the real DeepSpeed and a guard, and then all of `attach_worker.py`."""
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attach_worker import FOLDER, RANK, RANKS, Seen, made, main, weights
+from attach_worker import FOLDER, RANK, RANKS, SCENARIOS, Seen, made, main, weights
 
 from preamp import Dynamic, PreampError, Trace, guards
 from preamp.deepspeed import attach
@@ -213,5 +209,5 @@ def scenarios() -> dict[str, Callable[[], Any]]:
 
 
 if __name__ == "__main__":
-    logging.getLogger("preamp.deepspeed").setLevel(logging.ERROR)
-    main(scenarios())
+    guarded_ones = {f"guards: {name}": scenario for name, scenario in scenarios().items()}
+    main({**guarded_ones, **SCENARIOS})  # the last of which changes DeepSpeed

@@ -1,6 +1,7 @@
 """`attach` in the real DeepSpeed on one rank and on two, and the faults it ends, in DeepSpeed alone.
 
-What the ranks play is in `attach_worker.py`. The loss is such that every gradient is 1, and so is the
+What the ranks play is in `attach_worker.py`, and with guards in `guards_worker.py`: all of it in one process
+a rank, which takes seconds to import DeepSpeed. The loss is such that every gradient is 1, and so is the
 learning rate: a step that is right moves every weight by exactly -1, whatever the scale does.
 """
 
@@ -19,18 +20,19 @@ from typing import Any
 import pytest
 
 import preamp
-from preamp import Policy, Reading, State
+from preamp import Policy, Reading, State, Static
 
+from . import guards_script
 from .attach_script import CONFIGURED, ESSENTIAL, FOREIGN, KINDS, ON_TWO_RANKS, SCRIPT, STAGE_0, ZERO
 
-WORKER = Path(__file__).parent / "attach_worker.py"
+WORKER = Path(__file__).parent / "guards_worker.py"
 PATIENCE = 240.0  # seconds for all that a rank plays
 NORM = pytest.approx(math.sqrt(10.0), rel=1e-6)
 
 Play = Callable[[int, str], Any]
 
 
-def start(folder: Path, rank: int, ranks: int, worker: Path = WORKER) -> subprocess.Popen[bytes]:
+def start(folder: Path, rank: int, ranks: int) -> subprocess.Popen[bytes]:
     variables = {
         "PYTHONPATH": os.pathsep.join(
             map(str, (Path(inspect.getfile(preamp)).parents[1], WORKER.parents[2]))
@@ -45,7 +47,7 @@ def start(folder: Path, rank: int, ranks: int, worker: Path = WORKER) -> subproc
     }
     with (folder / f"{rank}.out").open("w") as out:
         return subprocess.Popen(
-            [sys.executable, str(worker), str(folder)],
+            [sys.executable, str(WORKER), str(folder)],
             env={**os.environ, **variables},
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -55,15 +57,8 @@ def start(folder: Path, rank: int, ranks: int, worker: Path = WORKER) -> subproc
 @pytest.fixture(scope="module")
 def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
     """Return what a scenario came to on all ranks, which have played every one of them by then."""
-    yield from playing(tmp_path_factory, WORKER)
-
-
-def playing(tmp_path_factory: pytest.TempPathFactory, worker: Path) -> Iterator[Play]:
-    """Have one rank and two play all scenarios of a worker; yield what asks for their answers."""
     folders = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
-    processes = [
-        start(folder, rank, ranks, worker) for ranks, folder in folders.items() for rank in range(ranks)
-    ]
+    processes = [start(folder, rank, ranks) for ranks, folder in folders.items() for rank in range(ranks)]
 
     def ask(ranks: int, scenario: str) -> list[Any]:
         answers = []
@@ -184,7 +179,7 @@ def test_a_skipped_step_is_one_record_on_rank_0(play: Play, ranks: int, kind: st
         ]
 
 
-@on_ranks(ON_TWO_RANKS)
+@on_ranks(ON_TWO_RANKS, ESSENTIAL)
 def test_clipping_sees_the_norm_of_the_unscaled_gradients(play: Play, ranks: int, kind: str) -> None:
     """The limit is 2, on growth steps too, where the norms are 1.6 and 3.2."""
     for seen in play(ranks, f"clipped {kind}"):
@@ -196,7 +191,7 @@ def test_clipping_sees_the_norm_of_the_unscaled_gradients(play: Play, ranks: int
         )
 
 
-@on_ranks(ON_TWO_RANKS)
+@on_ranks(ON_TWO_RANKS, ESSENTIAL)
 def test_accumulated_gradients_have_one_scale(play: Play, ranks: int, kind: str) -> None:
     for answer in play(ranks, f"accumulated {kind}"):
         seen = answer["seen"]
@@ -224,7 +219,7 @@ def test_a_loss_that_nothing_has_scaled_is_refused(play: Play, ranks: int, kind:
     assert "Loss scaling is required" in seen["unscaled"]
 
 
-@on_ranks(("0", "3"), ESSENTIAL)
+@on_ranks(("3",), ("0", "1", "3"))
 def test_checkpoints_go_on_from_every_step(play: Play, ranks: int, kind: str) -> None:
     whole = scales(CONFIGURED, SCRIPT)
     for cuts in play(ranks, f"resumed {kind}"):
@@ -324,3 +319,90 @@ def test_what_was_refused_changed_nothing(play: Play) -> None:
     [said] = play(1, "refused")
     assert said["then"] == "[-1.0]"
     assert set(said) == {*REFUSED, "then"}
+
+
+# Guards.
+
+
+def check(
+    answer: Any, policy: Any, rule: str, steps: guards_script.Script, *, norm_is_exact: bool = True
+) -> None:
+    """Compare what a rank has seen with a simulation."""
+    expected = guards_script.simulated(policy, rule, steps)
+    assert answer["decisions"] == guards_script.decisions(expected)
+    assert [step.reason for step in expected].count("spike") == guards_script.SPIKES[rule]
+    skipped = 0
+    for index, (step, seen, (_, norm)) in enumerate(zip(expected, answer["seen"], steps, strict=True)):
+        is_same, applied, count, updates, norm_told = seen
+        skipped += step.skipped
+        assert (is_same, applied, count, updates) == (step.skipped, not step.skipped, skipped, index + 1)
+        assert norm_told == (None if math.isinf(norm) else pytest.approx(norm, rel=1e-2))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "rule"),
+    [(1, *case) for case in guards_script.ALL] + [(2, *case) for case in guards_script.TWO],
+)
+def test_an_attached_guard_decides_as_a_simulation(play: Play, ranks: int, kind: str, rule: str) -> None:
+    """On two ranks with other losses, too. After a spike all is bit for bit as before."""
+    answers = play(ranks, f"guards: guarded {kind} {rule}")
+    for answer in answers:
+        check(answer, guards_script.CONFIGURED, rule, guards_script.script())
+        assert answer["rules"] == [True, True]
+        for _, culprits, of, value, limit in answer["spikes"]:
+            assert value > limit
+            assert of in ("loss", "grad_norm")
+            assert culprits == ["one"]  # six of ten entries
+    assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(1, kind) for kind in guards_script.HALVES] + [(2, "1")])
+def test_a_guard_can_be_attached_in_bfloat16(play: Play, ranks: int, kind: str) -> None:
+    """What is not finite is skipped, too, which DeepSpeed alone does not do."""
+    for answer in play(ranks, f"guards: half {kind}"):
+        check(answer, Static(1.0), "spike", guards_script.script())
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "0"), (1, "1"), (1, "3"), (2, "1")])
+def test_an_attached_guard_is_told_the_mean_of_the_micro_steps(play: Play, ranks: int, kind: str) -> None:
+    for answer in play(ranks, f"guards: accumulated {kind}"):
+        check(answer, guards_script.CONFIGURED, "spike", guards_script.script())
+
+
+@pytest.mark.parametrize("kind", guards_script.RESUMED)
+def test_deepspeeds_checkpoints_hold_the_guards_state(play: Play, kind: str) -> None:
+    [answer] = play(1, f"guards: resumed {kind}")
+    expected = guards_script.decisions(
+        guards_script.simulated(guards_script.CONFIGURED, "spike", guards_script.script())
+    )[guards_script.CUT :]
+    assert answer["traces"] == [expected, expected]
+    assert not answer["left"]
+    assert answer["alone"] is None  # step 31 is a spike
+
+
+def test_a_guard_of_the_loss_needs_no_norm(play: Play) -> None:
+    assert play(1, "guards: without_a_norm") == [[1, 3]]
+
+
+def test_an_attached_guard_that_skips_on_and_on_warns_once(play: Play) -> None:
+    [[[step, message, file]]] = play(1, "guards: skips_on")
+    assert step == 100
+    assert "NormLimit(threshold=0.5) has skipped 100 steps in a row" in message
+    assert file == WORKER.name
+
+
+def test_what_cannot_be_guarded_is_refused(play: Play) -> None:
+    [answer] = play(1, "guards: refused")
+    for name, said in {
+        "no guard": "PolicyError: guard=3 is not a guard",
+        "bfloat16, stage 0": "UsageError: attach cannot guard this engine",
+        "bfloat16, no guard": "nothing else needs a loss scale",
+        "bfloat16, a policy": "so policy=Dynamic() cannot be attached. Write attach(engine, guard=",
+        "float32": "UsageError: attach cannot guard this engine",
+        "no norm": '"compute_grad_norm": false. Write true.',
+        "muon": 'Write "stage": 2, or attach without guard=.',
+        "another guard": "write del engine.optimizer.loss_scaler.preamp_guard.",
+        "unknown loss": "needs the loss, which is not known",
+    }.items():
+        assert said in answer[name], name
+    assert answer["detached"] == "True"

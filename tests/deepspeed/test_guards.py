@@ -1,7 +1,6 @@
-"""Guards in our engine and, by `attach`, in the real DeepSpeed: the decisions of a simulation.
+"""Guards in our engine: the decisions of a simulation.
 
-What the ranks of DeepSpeed play is in `guards_worker.py`. Two ranks of our engine are in
-`test_engine_ranks.py`.
+Two ranks of it are in `test_engine_ranks.py`, guards in the real DeepSpeed in `test_attach.py`.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,25 +18,13 @@ from preamp.deepspeed import Engine, initialize
 
 from . import guards_script
 from .guards_script import (
-    ALL,
     CONFIGURED,
     CUT,
-    HALVES,
-    RESUMED,
     RULES,
-    TWO,
-    Script,
     decisions,
     script,
     simulated,
 )
-from .test_attach import Play, playing
-
-WORKER = Path(__file__).parent / "guards_worker.py"
-SPIKES = {"spike": 5, "norm": 2, "olmo": 2}  # how many steps of the script each rule skips
-
-
-# ---- The engine of preamp ----------------------------------------------------------------------------------
 
 FP16 = {"fp16": guards_script.FP16}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -107,8 +92,8 @@ def test_our_engine_decides_as_a_simulation(precision: str, rule: str, accumulat
         assert run.engine.global_steps == index + 1
     assert decisions(run.trace) == decisions(simulated(policy_of(precision), rule, script()))
     reasons = [step.reason for step in run.trace]
-    assert (reasons.count("spike"), reasons.count("overflow")) == (SPIKES[rule], 3)
-    assert run.engine.skipped_steps == SPIKES[rule] + 3
+    assert (reasons.count("spike"), reasons.count("overflow")) == (guards_script.SPIKES[rule], 3)
+    assert run.engine.skipped_steps == guards_script.SPIKES[rule] + 3
 
 
 @pytest.mark.parametrize("precision", CONFIGS)
@@ -174,91 +159,3 @@ def test_our_engine_refuses_a_guard_that_cannot_work() -> None:
     loss.detach().mul_(2.0)
     with pytest.raises(UsageError, match="needs the loss, which is not known"):
         run.engine.step()
-
-
-# ---- DeepSpeed's engine ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
-    """Return what a scenario came to on all ranks."""
-    yield from playing(tmp_path_factory, WORKER)
-
-
-def check(answer: Any, policy: Any, rule: str, steps: Script, *, norm_is_exact: bool = True) -> None:
-    """Compare what a rank has seen with a simulation."""
-    expected = simulated(policy, rule, steps)
-    assert answer["decisions"] == decisions(expected)
-    assert [step.reason for step in expected].count("spike") == SPIKES[rule]
-    skipped = 0
-    for index, (step, seen, (_, norm)) in enumerate(zip(expected, answer["seen"], steps, strict=True)):
-        is_same, applied, count, updates, norm_told = seen
-        skipped += step.skipped
-        assert (is_same, applied, count, updates) == (step.skipped, not step.skipped, skipped, index + 1)
-        assert norm_told == (None if math.isinf(norm) else pytest.approx(norm, rel=1e-2))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "kind", "rule"), [(1, *case) for case in ALL] + [(2, *case) for case in TWO]
-)
-def test_an_attached_guard_decides_as_a_simulation(play: Play, ranks: int, kind: str, rule: str) -> None:
-    """On two ranks with other losses, too. After a spike all is bit for bit as before."""
-    answers = play(ranks, f"guarded {kind} {rule}")
-    for answer in answers:
-        check(answer, CONFIGURED, rule, script())
-        assert answer["rules"] == [True, True]
-        for _, culprits, of, value, limit in answer["spikes"]:
-            assert value > limit
-            assert of in ("loss", "grad_norm")
-            assert culprits == ["one"]  # six of ten entries
-    assert all(answer == answers[0] for answer in answers)
-
-
-@pytest.mark.parametrize(("ranks", "kind"), [(1, kind) for kind in HALVES] + [(2, "1")])
-def test_a_guard_can_be_attached_in_bfloat16(play: Play, ranks: int, kind: str) -> None:
-    """What is not finite is skipped, too, which DeepSpeed alone does not do."""
-    for answer in play(ranks, f"half {kind}"):
-        check(answer, Static(1.0), "spike", script())
-
-
-@pytest.mark.parametrize(("ranks", "kind"), [(1, "0"), (1, "1"), (1, "3"), (2, "1")])
-def test_an_attached_guard_is_told_the_mean_of_the_micro_steps(play: Play, ranks: int, kind: str) -> None:
-    for answer in play(ranks, f"accumulated {kind}"):
-        check(answer, CONFIGURED, "spike", script())
-
-
-@pytest.mark.parametrize("kind", RESUMED)
-def test_deepspeeds_checkpoints_hold_the_guards_state(play: Play, kind: str) -> None:
-    [answer] = play(1, f"resumed {kind}")
-    expected = decisions(simulated(CONFIGURED, "spike", script()))[CUT:]
-    assert answer["traces"] == [expected, expected]
-    assert not answer["left"]
-    assert answer["alone"] is None  # step 31 is a spike
-
-
-def test_a_guard_of_the_loss_needs_no_norm(play: Play) -> None:
-    assert play(1, "without_a_norm") == [[1, 3]]
-
-
-def test_an_attached_guard_that_skips_on_and_on_warns_once(play: Play) -> None:
-    [[[step, message, file]]] = play(1, "skips_on")
-    assert step == 100
-    assert "NormLimit(threshold=0.5) has skipped 100 steps in a row" in message
-    assert file == WORKER.name
-
-
-def test_what_cannot_be_guarded_is_refused(play: Play) -> None:
-    [answer] = play(1, "refused")
-    for name, said in {
-        "no guard": "PolicyError: guard=3 is not a guard",
-        "bfloat16, stage 0": "UsageError: attach cannot guard this engine",
-        "bfloat16, no guard": "nothing else needs a loss scale",
-        "bfloat16, a policy": "so policy=Dynamic() cannot be attached. Write attach(engine, guard=",
-        "float32": "UsageError: attach cannot guard this engine",
-        "no norm": '"compute_grad_norm": false. Write true.',
-        "muon": 'Write "stage": 2, or attach without guard=.',
-        "another guard": "write del engine.optimizer.loss_scaler.preamp_guard.",
-        "unknown loss": "needs the loss, which is not known",
-    }.items():
-        assert said in answer[name], name
-    assert answer["detached"] == "True"
