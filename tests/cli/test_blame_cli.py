@@ -11,9 +11,8 @@ import pytest
 
 from preamp.autocasting.tables import Casting
 from preamp.cli.app import app
-from preamp.cli.lab import tuned
-from preamp.cli.lab.compared import PrecisionRun, run_apart
 from preamp.errors import PreampError
+from tests.cli.inside import PrecisionRun, run_apart, tuned
 
 MODELS = """
 import jax, jax.numpy as jnp, torch

@@ -9,8 +9,8 @@ import warnings
 import pytest
 
 from preamp import casting
-from preamp.cli.casting_file import read_casting
 from preamp.errors import CastingError, MissingExtra
+from tests.cli.inside import read_casting
 
 SCRIPT = """
 import jax

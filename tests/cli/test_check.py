@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import preamp.cli.lab.compared as compared
-from preamp.cli.lab.compared import PrecisionRun, run_apart, sentences, table
 from preamp.errors import PreampError, UsageError
 from preamp.machine import REFERENCE, Advice, MachineReport, PrecisionRow, Product
+from tests.cli.inside import PrecisionRun, compared, run_apart, sentences, table
 from tests.compilers import HAS_CXX, NO_CXX
 
 SCRIPT = """
@@ -423,7 +422,7 @@ def test_a_missing_framework_is_named(package, arguments, tmp_path):
 
 
 def test_devices_of_jax_are_one_or_several_and_not_none():
-    from preamp.jax.machine import _kinds
+    from tests.cli.inside import _kinds
 
     assert _kinds("cpu") == _kinds(["cpu", "cpu"]) == ["cpu"]
     with pytest.raises(UsageError, match=r"devices is empty\. Leave it out to check all, or write"):
@@ -431,7 +430,7 @@ def test_devices_of_jax_are_one_or_several_and_not_none():
 
 
 def test_a_note_of_jax_names_the_model_of_a_device_only_if_there_is_one():
-    from preamp.jax.machine import _note
+    from tests.cli.inside import _note
 
     assert _note("cpu", "cpu").startswith("JAX ")
     assert _note("gpu", "NVIDIA H100").startswith("NVIDIA H100; JAX ")
@@ -442,7 +441,7 @@ def test_the_lines_advised_for_jax_run_and_import_what_they_use(precision):
     import jax.numpy as jnp
     import optax
 
-    from preamp.jax.machine import CODE
+    from tests.cli.inside import CODE
 
     names = {"loss": lambda weight, x: (weight @ x).sum(), "optimizer": optax.sgd(0.1)}
     exec(CODE[precision], names)

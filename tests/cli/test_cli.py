@@ -31,13 +31,9 @@ from preamp import (
     processes,
     simulate,
 )
-from preamp.cli import terminal
 from preamp.cli.app import run as run_here
-from preamp.cli.flags import find_dialect, find_policy
-from preamp.policy.registry import RULES
-from preamp.record.formatting import kebab, power
 from preamp.simulation.processes import Stationary
-from preamp.systems.dialects import ALL
+from tests.cli.inside import ALL, RULES, find_dialect, find_policy, kebab, power, terminal
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "80", "PYTHONUNBUFFERED": "1"}
 

@@ -9,8 +9,7 @@ import pytest
 
 from preamp import Dynamic, Reading, Static, Step, Trace, guards, processes, simulate
 from preamp.cli.app import run
-from preamp.cli.comparison import LOSSES, PROCESSES
-from preamp.cli.flags import GUARDS, guards_of
+from tests.cli.inside import GUARDS, LOSSES, PROCESSES, guards_of
 from tests.guarding import LossLimit
 
 Rows = dict[str, list[str]]

@@ -9,11 +9,18 @@ import pytest
 import torch
 
 from preamp import DataError, Dynamic, MissingExtra, Trace, dialects
-from preamp.cli.lab import runs
-from preamp.cli.lab.data import digits, read_csv
-from preamp.cli.lab.problem import autoencoder, classify
-from preamp.cli.lab.runs import Plan, choose_framework, plans, train
-from preamp.cli.lab.torch_loop import TorchLoop
+from tests.cli.inside import (
+    Plan,
+    TorchLoop,
+    autoencoder,
+    choose_framework,
+    classify,
+    digits,
+    plans,
+    read_csv,
+    runs,
+    train,
+)
 
 ROWS = [f"{number},{number % 7},{'odd' if number % 2 else 'even'}" for number in range(30)]
 

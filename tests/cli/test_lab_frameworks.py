@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from preamp import Dynamic, Trace
-from preamp.cli.lab.data import digits
-from preamp.cli.lab.problem import autoencoder
-from preamp.cli.lab.runs import Plan, find_loop, train
+from tests.cli.inside import Plan, autoencoder, digits, find_loop, train
 
 POLICY = Dynamic(init_scale=2.0**23, growth_interval=3)  # its first growth overflows
 RUNS = {  # precision, policy and whether it is rehearsed

@@ -7,13 +7,9 @@ import numpy as np
 import pytest
 
 from preamp import Dynamic, Trace
-from preamp.cli.lab.data import digits
-from preamp.cli.lab.jax_loop import JaxLoop
-from preamp.cli.lab.problem import autoencoder, classify
-from preamp.cli.lab.runs import Plan, train
-from preamp.cli.lab.torch_loop import TorchLoop
 from preamp.record.snapshots import merge_snapshots
 from preamp.report import Curve, write_report
+from tests.cli.inside import JaxLoop, Plan, TorchLoop, autoencoder, classify, digits, train
 
 SIZES = (64, 32, 16, 32, 64)
 LAYERS = [f"layer{number}" for number in range(1, len(SIZES))]
