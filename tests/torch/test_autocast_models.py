@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +23,17 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
+import preamp
 from preamp import casting
 from preamp.torch import autocast
 from tests.combinations import combinations, in_one_test
 
+from . import autocast_worker
 from .real_models import EXAMPLES, WIDTH, Einsum, Example
 from .regions import BASE, BRAIN, FULL, HALF, in_step, numbers, state
 
 STEPS = 3
+WORKER = Path(autocast_worker.__file__)
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 TABLES = {
@@ -523,3 +531,40 @@ def test_dynamic_shapes_are_compiled_as_often_as_in_pytorchs_region(name, edit, 
 
 
 # Several processes
+
+
+def test_ranks_train_compiled_blocks_as_one_process_trains_eager_ones(tmp_path):
+    paths = Path(preamp.__file__).parents[1], WORKER.parents[2]
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), "2", str(tmp_path / "meeting")],
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    answers = []
+    for rank in ranks:
+        out, error = rank.communicate(timeout=180)
+        assert rank.returncode == 0, error
+        answers.append(json.loads(out))
+    alone = autocast_worker.train("")
+    assert alone["ran in"] == {
+        "blocks.0.out": str(BRAIN),
+        "blocks.1.out": str(FULL),
+        "head": str(HALF),
+    }
+    kinds = ["ddp", "fsdp2"] if RELEASE >= (2, 9) else ["ddp"]  # FSDP2 does not train on CPUs before
+    for kind in kinds:
+        first, second = (answer[kind] for answer in answers)
+        assert first["parameters"] == second["parameters"]
+        assert first["parameters"] == pytest.approx(alone["parameters"], rel=1e-2, abs=2e-4)
+        losses = [sum(both) / 2 for both in zip(first["losses"], second["losses"], strict=True)]
+        assert losses == pytest.approx(alone["losses"], rel=1e-2)
+        for one in (first, second):
+            assert one["gradients"] == [str(FULL)]
+            assert one["ran in"] == alone["ran in"]
+            assert one["frames"] == 2  # one for each block
