@@ -29,7 +29,11 @@ from preamp import (
     Step,
     Tolerant,
 )
+from preamp.policy.logarithm import log2_near as log2_near
+from preamp.policy.logarithm import two_to as two_to
 from preamp.policy.registry import RULES
+from preamp.policy.registry import from_json as from_json
+from preamp.policy.registry import to_json as to_json
 from preamp.record.exponents import BANDS
 from preamp.record.snapshots import Kind
 

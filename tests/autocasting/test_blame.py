@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp.autocasting.blame import ALLOWED, ALLOWED_LOSS, ALLOWED_LOST, Blame, BlameRow, ranked
@@ -16,6 +16,7 @@ from preamp.autocasting.tables import Casting
 from preamp.autocasting.tuning import Tuning
 
 U = 2.0**-9
+few = settings(deadline=None, max_examples=30)
 ROW = BlameRow(
     index=0,
     module="layers.0.mlp",
@@ -58,6 +59,7 @@ rows = st.builds(
 )
 
 
+@few
 @given(st.lists(rows, max_size=20), st.booleans())
 def test_rows_are_worst_first_and_overflows_in_the_order_in_which_they_happen(
     given_rows: list[BlameRow], emulated: bool
@@ -106,6 +108,7 @@ def test_a_row_is_accused_for_what_it_does_to_the_loss_and_for_gradients_lost_to
     assert not blame(replace(lost, direction="forward")).guilty  # ReLU does that
 
 
+@few
 @given(st.lists(rows, min_size=1, max_size=30))
 def test_the_table_is_80_columns_wide_and_every_row_says_where(given_rows: list[BlameRow]) -> None:
     text = str(blame(*given_rows))
@@ -139,6 +142,7 @@ def test_rows_fold_by_module_and_direction() -> None:
     )
 
 
+@few
 @given(st.lists(rows, min_size=1, max_size=3), st.lists(rows, min_size=1, max_size=3), st.floats(1e-3, 1.0))
 def test_what_tune_says_is_too_large_is_so_in_the_numbers_beside_it(
     before: list[BlameRow], after: list[BlameRow], target: float
@@ -158,6 +162,7 @@ def test_what_tune_says_is_too_large_is_so_in_the_numbers_beside_it(
     assert not found.solved or max(errors.values()) <= target
 
 
+@few
 @given(st.lists(rows, max_size=5))
 def test_json_has_everything_and_no_number_that_json_has_not(given_rows: list[BlameRow]) -> None:
     found = blame(*given_rows)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from preamp import casting
@@ -18,6 +18,7 @@ from preamp.autocasting.tables import MODULE_RULES, RULES, Casting
 from preamp.errors import CastingError
 
 EDIT = casting.DEFAULT
+few = settings(deadline=None, max_examples=40)
 BASES = st.sampled_from([casting.DEFAULT, casting.CPU, casting.CUDA, casting.JAX])
 NAMES = st.sampled_from(["a", "b", "layers", "0", "1", "lm_head"])
 PARTS = st.one_of(NAMES, st.sampled_from(["*", "**", "?", "[01]", "l*"]))
@@ -61,6 +62,7 @@ def rule_of(operator: str, path: str, base: Casting, edits: list[Any]) -> tuple[
     return rule, module
 
 
+@few
 @given(BASES, EDITS, OPERATORS, PATHS)
 @example(
     EDIT,
@@ -84,6 +86,7 @@ def test_later_edits_count(base: Casting, edits: list[Any], operator: str, path:
     assert not scope.after.modules
 
 
+@few
 @given(BASES, EDITS)
 @example(EDIT, [("operators", "mm", "lower"), ("modules", "a", "float32"), ("operators", "exp", "lower")])
 def test_a_table_comes_back_from_a_file(base: Casting, edits: list[Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import math
 import re
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -20,11 +19,11 @@ from torch import nn
 
 from preamp import Compat, Dynamic, Headroom, Snapshot, SnapshotRow, Static, Step, Trace, dialects, simulate
 from preamp.doctor import Finding, diagnose
-from preamp.doctor.diagnosis import _consistent
 from preamp.record.exponents import ExponentHistogram
-from preamp.record.formatting import power
 from preamp.simulation.processes import Drifting, Stationary
 from preamp.torch import GradScaler, Lens
+
+from .inside import consistent, power
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -79,7 +78,7 @@ def test_a_norm_that_rose_before_the_failure_is_the_learning_rate() -> None:
     assert "data" not in finding.sentence + finding.advice
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 80), st.floats(2.0, 50.0), st.integers(3, 8), st.sampled_from([math.nan, math.inf]))
 def test_any_loss_that_rises_into_the_failure_is_the_learning_rate(
     before: int, factor: float, rises: int, lost: float
@@ -89,7 +88,7 @@ def test_any_loss_that_rises_into_the_failure_is_the_learning_rate(
         assert first(run(before + rises, 60, losses=losses, lost=lost)).kind == "diverged"
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(8, 80), st.floats(0.3, 1.5))
 def test_a_loss_that_did_not_rise_is_another_cause(before: int, last: float) -> None:
     found = diagnose(run(before, 60, losses=[last], norms=[last], lost=math.inf))
@@ -181,7 +180,7 @@ def test_a_loss_lost_between_finite_outputs_and_the_end_is_the_loss_function() -
     assert first(trace).kind == "loss function"
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.sets(st.integers(10, 490), min_size=1, max_size=5), st.sampled_from([math.nan, math.inf]))
 def test_single_steps_that_lose_the_loss_are_the_data(places: set[int], lost: float) -> None:
     readings = [place in places for place in range(500)]
@@ -362,8 +361,7 @@ def test_a_constant_norm_at_a_constant_scale_was_not_always_clipped(
     assert (found[0].kind == "clipped while scaled") == is_clipped
 
 
-@pytest.mark.parametrize("rows", [64, 4096])
-@pytest.mark.parametrize("is_fixed", [True, False])
+@pytest.mark.parametrize(("rows", "is_fixed"), [(64, True), (4096, False)])
 def test_a_tiny_loss_is_not_taken_for_clipping(rows: int, is_fixed: bool) -> None:
     torch.manual_seed(0)
     model, trace = nn.Linear(8, 1), Trace(policy=repr(Static(2.0**16)))
@@ -378,11 +376,10 @@ def test_a_tiny_loss_is_not_taken_for_clipping(rows: int, is_fixed: bool) -> Non
     assert "clipped while scaled" not in [finding.kind for finding in diagnose(trace).findings]
 
 
-@pytest.mark.parametrize("lr", [0.1, 10.0])
-def test_clipping_before_unscaling_is_found_at_a_constant_scale(lr: float) -> None:
+def test_clipping_before_unscaling_is_found_at_a_constant_scale() -> None:
     torch.manual_seed(0)
     model, trace = nn.Linear(8, 1), Trace()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
     scaler = GradScaler("cpu", on_step=trace)
     batch = torch.randn(64, 8)
     for _ in range(200):
@@ -408,9 +405,9 @@ def _diverged_in_keras(*, opening: int, finite: int, epoch: int) -> Trace:
     return Trace(steps, policy=repr(Dynamic(init_scale=2.0**24)))
 
 
-@pytest.mark.parametrize("opening", [0, 9])
-@pytest.mark.parametrize("finite", [5, 25, 400])
-@pytest.mark.parametrize("epoch", [100, 1000])
+@pytest.mark.parametrize(
+    ("opening", "finite", "epoch"), [(0, 5, 100), (9, 25, 100), (9, 5, 1000), (0, 400, 1000)]
+)
 def test_a_loss_that_is_unknown_after_inf_is_not_called_finite(opening: int, finite: int, epoch: int) -> None:
     found = diagnose(_diverged_in_keras(opening=opening, finite=finite, epoch=epoch)).findings
     assert found[0].kind == "diverged"
@@ -449,27 +446,6 @@ def test_flags_are_for_runs_of_the_command() -> None:
     assert diagnose(trace).remedy() == "Write policy=Dynamic(), or --policy.growth-interval 2000."
 
 
-@pytest.mark.parametrize("steps", [300, 3000])
-@pytest.mark.parametrize("peak", [-40, -30, -20])
-@pytest.mark.parametrize("scale", [1.0, 2.0**8])
-def test_the_scale_that_would_save_digits_is_the_one_that_is_advised(
-    steps: int, peak: int, scale: float
-) -> None:
-    trace = simulate(Static(scale), [False] * steps)
-    for index in (0, steps // 2, steps - 1):
-        histogram = ExponentHistogram(peak - 20, (5,) * 21)
-        trace.add_snapshot(
-            Snapshot(index, scale, "float16", (SnapshotRow("a", "flow", "float32", histogram),))
-        )
-    found = diagnose(trace)
-    said = re.findall(r"at (2\S+), .{1,14} would round to zero", found.findings[0].sentence)
-    better = found.better()
-    assert better is not None
-    assert said == [power(getattr(better, "max_scale", None) or getattr(better, "scale", None))] or said == [
-        power(getattr(better, "init_scale", None))
-    ]
-
-
 def test_a_run_that_stands_still_gets_no_other_advice() -> None:
     for trace in (
         neck(15, 100),
@@ -487,7 +463,7 @@ def test_the_command_prints_the_kind_of_each_finding(here: Any, tmp_path: Path) 
 
 
 def test_a_diagnosis_takes_little_memory_beside_the_trace() -> None:
-    steps = 60_000
+    steps = 30_000
     losses = (
         Step(n, 2.0**16, n % 40 > 0, n % 40 == 0, loss=1.0 / (n + 1), grad_norm=1.0) for n in range(steps)
     )
@@ -499,33 +475,11 @@ def test_a_diagnosis_takes_little_memory_beside_the_trace() -> None:
     assert peak / steps < 120  # bytes; lists of steps take some 500
 
 
-@pytest.mark.slow
-def test_a_million_steps_take_less_than_200_megabytes(tmp_path: Path) -> None:
-    path = tmp_path / "long.jsonl"
-    with path.open("w") as file:
-        file.write('{"preamp_trace": 1, "policy": "Dynamic()"}\n')
-        file.writelines(
-            f'{{"index": {n}, "scale": 65536.0, "finite": true, "skipped": false, "loss": {2 / (n + 1)}}}\n'
-            for n in range(1_000_000)
-        )
-    code = (
-        # Not by getrusage: on Linux its maximum includes that of this process, which was forked.
-        "import re, sys; from preamp.cli.app import run; run(['doctor', sys.argv[1]]); "
-        "print(re.search(r'VmHWM:\\s*(\\d+) kB', open('/proc/self/status').read())[1])"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert int(done.stdout.split()[-1]) < 200 * 1024
-
-
 QUICK = (
     "torch_sgd_learning_rate_too_high",
-    "torch_bfloat16_diverges",
     "torch_neck_overflows_from_step_41",
-    "torch_attention_mask_of_minus_1e9",
     "torch_nan_in_every_batch",
-    "torch_one_bad_batch_in_each_epoch",
     "torch_root_of_zero_in_the_loss",
-    "torch_adam_without_epsilon",
     "torch_batch_norm_keeps_an_inf",
     "torch_learning_rate_zero",
     "torch_initial_scale_far_too_high",
@@ -533,8 +487,6 @@ QUICK = (
     "jax_learning_rate_too_high",
     "healthy_torch",
     "healthy_torch_rare_overflows",
-    "healthy_torch_float32",
-    "healthy_jax_bfloat16",
 )
 
 
@@ -597,8 +549,7 @@ def seen(index: int, scale: float, link: str = "", *, told: bool = True) -> Snap
     return Snapshot(index, scale, "float16", (*outputs, *flows), inputs, weights)
 
 
-@pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize("start", [0, 41])
+@pytest.mark.parametrize(("start", "told"), [(0, True), (41, False)])
 @pytest.mark.parametrize("link", LINKS)
 def test_the_first_link_of_the_step_that_broke_is_the_cause(link: str, start: int, told: bool) -> None:
     trace = run(start, 100, losses=[0.5] if start else (), lost=math.nan)
@@ -788,13 +739,13 @@ def test_a_loss_that_ends_far_above_its_best_has_diverged() -> None:
     assert first(Trace(steps, precision="bfloat16")).kind == "diverged"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     st.lists(st.dictionaries(st.sampled_from(["scale", "init_scale", "growth_interval"]), st.integers(1, 3)))
 )
 def test_no_two_findings_advise_different_values_of_one_setting(wanted: list[dict[str, int]]) -> None:
     made = [Finding(kind=str(n), severity="note", sentence="", settings=s) for n, s in enumerate(wanted)]
-    kept = list(_consistent(made))
+    kept = list(consistent(made))
     told: dict[str, set[int]] = {}
     for finding in kept:
         for name, value in finding.settings.items():
@@ -804,7 +755,7 @@ def test_no_two_findings_advise_different_values_of_one_setting(wanted: list[dic
     assert set(firsts) <= {f.kind for f in kept}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @example(-2, 16, 2000, -30.0)
 @given(st.integers(-40, 0), st.integers(-8, 24), st.sampled_from([20, 2000]), st.floats(-40.0, 10.0))
 def test_a_higher_scale_is_advised_where_it_is_called_too_low(
@@ -852,8 +803,7 @@ def in_parts(trace: Trace, *, scale: float | None = None) -> Trace:
     return parted
 
 
-@pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("scale", [None, 1.0])
+@pytest.mark.parametrize(("link", "scale"), [("data", None), *((link, 1.0) for link in LINKS)])
 def test_snapshots_that_were_recorded_in_parts_tell_as_much(link: str, scale: float | None) -> None:
     trace = run(41, 100, losses=[0.5] * 5, lost=0.5 if link == "backward" else math.nan)
     trace.add_snapshot(seen(0, 2.0**16))
@@ -1012,6 +962,11 @@ def test_gradients_that_keep_an_older_scale_are_of_an_earlier_step() -> None:
     assert other.kind == "another rank"
     assert "of an earlier step" in other.sentence
     assert "multiplying inf by 0 gives NaN" in other.advice
+    bare = skipped(carried=True)
+    blind = Trace(bare, **bare.about)
+    for snapshot in bare.snapshots:  # without gradients there is nothing to tell it by
+        blind.add_snapshot(snapshot._replace(rows=snapshot.rows[:1]))
+    assert first(blind).kind not in ("gradients not cleared", "another rank")
 
 
 def test_a_loss_that_was_negative_and_is_inf_has_a_term_that_overflows() -> None:
@@ -1167,14 +1122,13 @@ def test_a_low_scale_that_never_moved_under_an_unknown_rule_is_too_low() -> None
     assert first(Trace(steps, policy=repr(Dynamic(init_scale=4.0)))).kind == "never grew"
 
 
-@pytest.mark.parametrize("lr", [1e-3, 0.1])
-@pytest.mark.parametrize(("first_bad", "last_bad"), [(161, 161), (160, 160), (161, 240), (160, 240)])
+@pytest.mark.parametrize(("first_bad", "last_bad"), [(161, 240), (160, 160)])
 def test_a_bad_micro_batch_that_the_lens_did_not_see_is_not_blamed_on_the_loss(
-    first_bad: int, last_bad: int, lr: float
+    first_bad: int, last_bad: int
 ) -> None:
     torch.manual_seed(0)
     model, trace = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)), Trace()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu", init_scale=2.0**8, on_step=trace)
     with Lens(model, every=20, scaler=scaler, on_snapshot=trace.add_snapshot):
         for number in range(240):

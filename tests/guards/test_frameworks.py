@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp import Reading, guards
-from preamp.checks import to_float32
 from preamp.guards.base import dump_state, leaves_of, map_state
 from preamp.guards.windows import Window, empty, mean_and_std, push
-from preamp.policy.base import choose
+from preamp.policy import choose
 
 GUARDS = {
     "spike": guards.SpikeGuard(),
@@ -43,7 +42,7 @@ def script() -> list[Reading]:
         finite = step < 100 or step % 53 != 52
         if (step >= 100 and step % 91 == 90) or not finite:
             loss, norm = math.nan, math.nan
-        readings.append(Reading(finite, loss=to_float32(float(loss)), grad_norm=to_float32(norm)))
+        readings.append(Reading(finite, loss=float(np.float32(loss)), grad_norm=float(np.float32(norm))))
     return readings
 
 
@@ -103,8 +102,10 @@ def by_hand(
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow) encountered:RuntimeWarning")
-@pytest.mark.parametrize("name", ["olmo", "levanter", "maxtext", "spike"])
-@pytest.mark.parametrize("value", [1e18, 1e20, 1e25, 1e36])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("olmo", 1e36), ("levanter", 1e20), ("maxtext", 1e25), ("spike", 1e18), ("spike", 1e36)],
+)
 def test_values_whose_squares_exceed_float32_are_judged_as_in_float64(name: str, value: float) -> None:
     guard, rng = GUARDS[name], np.random.default_rng(0)
     norms = np.exp(0.1 * rng.normal(size=300)).astype(np.float32)
@@ -123,23 +124,15 @@ def test_values_whose_squares_exceed_float32_are_judged_as_in_float64(name: str,
 
 @pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")
 @each_guard
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_numpy(guard: guards.Guard[Any], dtype: str) -> None:
-    taken, state = by_hand(
-        guard, lambda x: np.asarray(x, dtype), np.bool_, where=_typed_where(np.dtype(dtype))
-    )
+def test_numpy(guard: guards.Guard[Any]) -> None:
+    def where(condition: Any, yes: Any, no: Any) -> Any:
+        """NumPy's `where`; its operators make numbers of 0-dim arrays, so this makes arrays again."""
+        chosen = np.where(condition, yes, no)
+        return chosen if chosen.dtype == bool else np.asarray(chosen, "float32")
+
+    taken, state = by_hand(guard, lambda x: np.asarray(x, "float32"), np.bool_, where)
     assert taken == on_floats(guard)[0]
     assert close(state, on_floats(guard)[1])
-
-
-def _typed_where(dtype: Any) -> Any:
-    """Return NumPy's `where`; operators of NumPy make numbers of 0-dim arrays, so it makes arrays again."""
-
-    def where(condition: Any, yes: Any, no: Any) -> Any:
-        chosen = np.where(condition, yes, no)
-        return chosen if chosen.dtype == bool else np.asarray(chosen, dtype)
-
-    return where
 
 
 @each_guard
@@ -169,7 +162,7 @@ def test_jax_scan(guard: guards.Guard[Any]) -> None:
     assert close(ages_aside(state), on_floats(guard)[1])
 
 
-@each_guard
+@pytest.mark.parametrize("guard", [GUARDS["spike-quick"], GUARDS["olmo"]], ids=repr)
 def test_tensorflow_function_traces_once(guard: guards.Guard[Any]) -> None:
     tf = pytest.importorskip("tensorflow")
 
@@ -225,7 +218,7 @@ def test_a_window_that_a_framework_saved_goes_on_the_host() -> None:
 EXACT = st.integers(-64, 64).map(lambda n: n / 8.0)  # sums of these are exact in float32
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(size=st.integers(2, 9), values=st.lists(EXACT, max_size=24))
 @pytest.mark.parametrize("unbiased", [False, True])
 def test_a_window_is_the_last_values(unbiased: bool, size: int, values: list[float]) -> None:

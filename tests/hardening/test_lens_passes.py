@@ -19,7 +19,7 @@ from preamp import Snapshot, Trace
 from preamp.cli.app import run
 from preamp.torch import GradScaler, Lens, autocast
 
-some = settings(deadline=None, max_examples=12)
+some = settings(deadline=None, max_examples=6)
 WIDTH = 4
 
 
@@ -117,7 +117,7 @@ def train(
 
 
 @pytest.mark.filterwarnings("ignore:a skipped step left inf or NaN:UserWarning")  # as it may in a batch norm
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 @given(
     names=kinds,
     tied=st.booleans(),
@@ -177,7 +177,7 @@ def check(snapshot: Snapshot, model: nn.Module, activations: bool) -> None:
 
 
 VALUES = {
-    "--policy": ["headroom", "LogMax", "torch", "tf-keras", "torhc", "", "all"],
+    "--policy": ["headroom", "torch", "tf-keras", "torhc", "", "all"],
     "--rule": ["static", "nonsense"],
     "--dialect": ["flax", "flx"],
     "--policy.scale": ["8", "0", "x"],

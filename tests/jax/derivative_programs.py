@@ -33,11 +33,6 @@ def custom_jvp(a: Any, w: Any) -> Any:
     return septupled(a @ w, 2)
 
 
-@program(x(4, 8), x(8, 8), products=1)
-def custom_jvp_in_scan(a: Any, w: Any) -> Any:
-    return lax.scan(lambda h, _: (0.1 * jax.jit(septupled, static_argnums=1)(h @ w, 1), None), a, length=2)
-
-
 @jax.custom_jvp
 def product(a: Any, w: Any) -> Any:
     return a @ w
@@ -163,11 +158,6 @@ def grad(w: Any, a: Any) -> Any:
     return jax.value_and_grad(energy, (0, 1))(w, a)
 
 
-@program(x(8, 8), x(4, 8), products=5)
-def grad_of_jit_and_checkpoint(w: Any, a: Any) -> Any:
-    return jax.grad(jax.checkpoint(jax.jit(lambda w, a: energy(w, layer(a, w)))))(w, a)
-
-
 @program(x(8, 8), x(4, 8), products=3)
 def jvp(w: Any, a: Any) -> Any:
     return jax.jvp(energy, (w, a), (w * 0.5, a))
@@ -177,11 +167,6 @@ def jvp(w: Any, a: Any) -> Any:
 def linearize(w: Any, a: Any) -> Any:
     out, linear = jax.linearize(energy, w, a)
     return out, linear(w, a)
-
-
-@program(x(8, 8), x(4, 8), products=4)
-def hessian_vector_product(w: Any, a: Any) -> Any:
-    return jax.jvp(lambda w: jax.grad(energy)(w, a), (w,), (w,))
 
 
 @program(x(4, 8), x(8, 3), products=2)

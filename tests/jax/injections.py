@@ -7,11 +7,8 @@ from typing import Any
 import numpy as np
 
 from preamp.autocasting.tables import DEFAULT
-from preamp.jax.autocasting.transform import region
-from preamp.jax.blaming.operations import Operation
-from preamp.jax.blaming.rows import key_of, owners_of
-from preamp.jax.blaming.step import traced, weight_of
-from preamp.jax.blaming.tape import Tape, Variable
+
+from .inside import Operation, Tape, Variable, key_of, owners_of, region, steps
 
 
 class Watched(Tape):
@@ -37,7 +34,7 @@ def measured_effects(
     The unit is that of `BlameRow.effect`.
     """
     inside = region(low, DEFAULT, True)
-    step = traced(loss_fn, params, args, {}, inside)
+    step = steps.traced(loss_fn, params, args, {}, inside)
     scale = settings.get("loss_scale", 1.0)
     tape = Watched()
     tape.run(step.program, step.operands(tape, scale))
@@ -54,7 +51,7 @@ def measured_effects(
 
     random = np.random.default_rng(1)
     plain = gradients({})
-    weights = [weight_of(param) for param in step.params]
+    weights = [steps.weight_of(param) for param in step.params]
     size = np.sqrt(sum(w**2 * np.square(g).sum() for w, g in zip(weights, plain, strict=True)))
     found = {}
     for key, row in errors.items():

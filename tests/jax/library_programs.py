@@ -16,27 +16,10 @@ from jax.random import key
 from .programs import program, x
 
 
-@program(made=True, products=2)
-def equinox_perceptron() -> Any:
-    model = eqx.nn.MLP(8, 3, 16, 1, key=key(0))
-    return lambda model, a: jax.vmap(model)(a), model, x(4, 8)
-
-
 @program(made=True, products=6)
 def equinox_attention() -> Any:
     model = eqx.nn.MultiheadAttention(2, 8, key=key(0))
     return lambda model, a: model(a, a, a, mask=jnp.tril(jnp.ones((4, 4), bool))), model, x(4, 8)
-
-
-@program(made=True, products=2)
-def equinox_convolution() -> Any:
-    models = eqx.nn.Conv2d(2, 4, 3, key=key(0)), eqx.nn.LayerNorm(8), eqx.nn.Linear(8, 3, key=key(1))
-
-    def apply(models: Any, image: Any) -> Any:
-        convolution, norm, linear = models
-        return linear(eqx.nn.Dropout(0.5)(norm(convolution(image).reshape(-1)[:8]), key=key(2)))
-
-    return apply, models, x(2, 6, 6)
 
 
 @program(made=True, products=1)
@@ -52,12 +35,6 @@ def equinox_batch_norm() -> Any:
         return mapped(a)
 
     return apply, norm, x(8, 3), x(4, 8)
-
-
-@program(made=True, products=2)
-def equinox_filter_jit() -> Any:
-    model = eqx.nn.MLP(8, 3, 16, 1, key=key(0))
-    return eqx.filter_jit(lambda model, a: jax.vmap(model)(a)), model, x(4, 8)
 
 
 @program(made=True, products=5)
@@ -146,18 +123,6 @@ def nnx_module() -> Any:
         return model(a), nnx.state(model, nnx.BatchStat)
 
     return apply, state, x(4, 8)
-
-
-@program(x(4, 8), x(8, 3), np.array([0, 2, 1, 1]), products=1)
-def optax_losses(a: Any, w: Any, labels: Any) -> Any:
-    logits, target = a @ w, jax.nn.one_hot(labels, 3)
-    return [
-        optax.softmax_cross_entropy_with_integer_labels(logits, labels),
-        optax.sigmoid_binary_cross_entropy(logits, target),
-        optax.huber_loss(logits, target),
-        optax.l2_loss(logits, target),
-        optax.cosine_similarity(logits, target + 0.5),
-    ]
 
 
 @program(x(8, 3), x(4, 8), products=2, loose=4)

@@ -44,12 +44,6 @@ def static_and_donated(a: Any, w: Any) -> Any:
     return donated(static(a, w, 3), w)
 
 
-@program(x(4, 8), x(8, 8), products=1)
-def named_scope(a: Any, w: Any) -> Any:
-    with jax.named_scope("a name"):
-        return layer(a, w)
-
-
 @program(x(2, 8), x(8, 8), products=1)
 def scan_with_a_constant(a: Any, w: Any) -> Any:
     return lax.scan(lambda h, _: (layer(h, w), h.sum()), a, length=3)
@@ -58,21 +52,6 @@ def scan_with_a_constant(a: Any, w: Any) -> Any:
 @program(x(2, 8), x(3, 8, 8), products=1)
 def scan_over_weights(a: Any, w: Any) -> Any:
     return lax.scan(lambda h, w: (layer(h, w), h), a, w)
-
-
-@program(x(4, 4), x(3, 4, 4), products=1)
-def scan_of_products(a: Any, matrices: Any) -> Any:
-    return lax.scan(lambda h, m: (m @ h, None), a, matrices)
-
-
-@program(x(2, 8), x(3, 2, 8), x(8, 8), products=1)
-def scan_in_reverse(a: Any, inputs: Any, w: Any) -> Any:
-    return lax.scan(lambda h, i: ((h := layer(h + i, w)), h), a, inputs, reverse=True)
-
-
-@program(x(2, 8), x(3, 2, 8), x(8, 8), products=1)
-def scan_unrolled(a: Any, inputs: Any, w: Any) -> Any:
-    return lax.scan(lambda h, i: ((h := layer(h + i, w)), h), a, inputs, unroll=2)
 
 
 @program(x(2, 8), x(3, 8, 8), products=2)
@@ -115,11 +94,6 @@ def fori_loop(a: Any, w: Any) -> Any:
     return lax.fori_loop(0, 3, lambda i, h: layer(h, w) + i, a) @ w
 
 
-@program(x(2, 8), x(8, 8), np.int32(3), products=1, differentiable=False)
-def fori_loop_of_unknown_length(a: Any, w: Any, n: Any) -> Any:
-    return lax.fori_loop(0, n, lambda i, h: layer(h, w), a)
-
-
 @program(x(2, 8), x(8, 8), np.bool_(True), products=2)
 def cond(a: Any, w: Any, flag: Any) -> Any:
     return lax.cond(flag, lambda a: layer(a, w), lambda a: a @ w.T, a)
@@ -135,14 +109,6 @@ def cond_of_numbers(a: Any, w: Any, flag: Any) -> Any:
 def switch(a: Any, w: Any, index: Any) -> Any:
     """The branches' results differ in precision."""
     return lax.switch(index, [lambda a: a, lambda a: a @ w, lambda a: jnp.exp(a @ w)], a)
-
-
-@program(x(2, 8), x(8, 8), products=2)
-def cond_in_scan(a: Any, w: Any) -> Any:
-    def body(h: Any, i: Any) -> Any:
-        return lax.cond(i % 2 == 0, lambda h: layer(h, w), lambda h: (h @ w) * 0.5, h), i
-
-    return lax.scan(body, a, jnp.arange(3))
 
 
 @program(x(5, 8), x(8, 3), products=1)
@@ -173,11 +139,6 @@ def checkpoint_with_policies(a: Any, w: Any) -> Any:
 
     a = jax.checkpoint(named, policy=POLICIES.save_only_these_names("kept"))(a)
     return jax.checkpoint(named, policy=POLICIES.dots_saveable, prevent_cse=False)(a)
-
-
-@program(x(2, 8), x(3, 8, 8), products=1)
-def checkpoint_in_scan(a: Any, w: Any) -> Any:
-    return lax.scan(jax.checkpoint(lambda h, w: (layer(h, w), None)), a, w)
 
 
 @program(x(4, 8), x(8, 8), products=1, around=jax.checkpoint)
@@ -218,41 +179,14 @@ def shard_map_with_gathers(a: Any, w: Any) -> Any:
     return on_two_devices(gathered, (Spec("devices"), Spec("devices")), Spec("devices"))(a, w)
 
 
-@program(
-    x(4, 8),
-    x(8, 3),
-    products=1,
-    mapped=SUMS_ARE_MAPPED,
-    around=lambda f: on_two_devices(f, (Spec("devices"), Spec()), (Spec("devices"), Spec(), Spec())),
-)
-def inside_of_shard_map(a: Any, w: Any) -> Any:
-    return reduced(a, w)
-
-
 @program(x(2, 4, 8), x(8, 3), products=1, mapped=False)
 def pmap(a: Any, w: Any) -> Any:
     return jax.pmap(reduced, axis_name="devices", in_axes=(0, None))(a, w)
 
 
-@program(
-    x(2, 4, 8),
-    x(8, 3),
-    products=1,
-    mapped=False,
-    around=lambda f: jax.pmap(f, axis_name="devices", in_axes=(0, None)),
-)
-def inside_of_pmap(a: Any, w: Any) -> Any:
-    return reduced(a, w)
-
-
 @program(x(4, 8), x(8, 3), products=1)
 def vmap(a: Any, w: Any) -> Any:
     return jax.vmap(lambda row: jnp.tanh(row @ w))(a)
-
-
-@program(x(3, 2, 8), x(8, 8), products=1)
-def vmap_of_scan(a: Any, w: Any) -> Any:
-    return jax.vmap(lambda a: lax.scan(lambda h, _: (layer(h, w), h), a, length=2))(a)
 
 
 @program(x(3, 2, 8), x(8, 8), products=1, around=lambda f: lambda a, w: lax.scan(lambda w, a: f(a, w), w, a))
@@ -287,14 +221,6 @@ def pure_callback(a: Any, w: Any) -> Any:
         return np.sin(value)
 
     return jax.pure_callback(on_the_host, shape, a @ w, vmap_method="sequential").T @ a
-
-
-@program(x(4, 8), x(8, 3), products=1)
-def debug_callbacks(a: Any, w: Any) -> Any:
-    a = a @ w
-    jax.debug.callback(lambda value: None, a)
-    jax.debug.print("sum {}", a.sum())
-    return a
 
 
 @program(x(4, 8), x(8, 3), products=1, differentiable=False, mapped=False)

@@ -15,7 +15,7 @@ from preamp.jax import autocast
 from .agreement import slow
 from .reading import HALVES, casts, dtypes, traced
 
-LAYERS, WIDTH, HEADS, TOKENS, BATCH, LENGTH = 6, 64, 4, 96, 4, 32
+LAYERS, WIDTH, HEADS, TOKENS, BATCH, LENGTH = 2, 64, 4, 96, 4, 32
 RESIDUALS = 0.65
 each_half = pytest.mark.parametrize("low", [HALVES[0], *slow(*HALVES[1:])])
 ALIKE = 1.02
@@ -112,10 +112,10 @@ def test_the_backward_pass_runs_low_as_well(model: Any) -> None:
 
 
 @each_half
-@pytest.mark.parametrize(
-    "derive", [lambda fn: fn, lambda fn: jax.grad(lambda *args: fn(*args).sum(), (0, 1))]
-)
-def test_a_block_compiles_to_the_work_of_one_cast_by_hand(derive: Any, low: str) -> None:
+def test_a_block_compiles_to_the_work_of_one_cast_by_hand(low: str) -> None:
+    def derive(fn: Any) -> Any:
+        return jax.grad(lambda *args: fn(*args).sum(), (0, 1))
+
     x = normal(BATCH, LENGTH, WIDTH)
     ours = compiled(derive(autocast(block, low)), block_weights(), x)
     by_hand = compiled(derive(lambda p, x: block_by_hand(p, x, low)), block_weights(), x)

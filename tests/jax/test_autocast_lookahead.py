@@ -60,7 +60,7 @@ def test_an_input_added_to_a_product_is_no_bias() -> None:
 
 @each_half
 @given(st.floats(width=32, allow_nan=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_number_in_the_program_widens_only_what_cannot_hold_it(low: str, number: float) -> None:
     with np.errstate(all="ignore"):
         held = np.float32(number).astype(jnp.dtype(low)).astype(np.float32)
@@ -146,23 +146,6 @@ def test_a_weight_of_what_stays_in_float32_is_cast_nowhere(product: Any) -> None
 
     assert dtypes(autocast(looped), X, W) == ["float32"]
     assert casts(traced(autocast(looped), X, W)) == []
-
-
-def test_a_weight_is_cast_outside_of_branches_in_loops() -> None:
-    def looped(x: Any, w: Any) -> Any:
-        def turn(x: Any, i: Any) -> Any:
-            return lax.cond(i > 1, lambda x: x @ w, lambda x: x @ w.T, x), None
-
-        return lax.scan(turn, x, jnp.arange(3))[0]
-
-    assert all(before != after for before, after in casts(traced(autocast(looped), X, W)))
-    weights = [
-        it for it in traced(autocast(looped), X, W) if it.invars and it.invars[0].aval.shape == W.shape
-    ]
-    assert casts(weights) == [("float32", "bfloat16")]
-    assert (
-        casts(body(autocast(looped), X, W, of="scan")).count(("float32", "bfloat16")) == 1
-    )  # what is carried
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])

@@ -8,18 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 from preamp.errors import UsageError
 from preamp.jax import autocast, casts
-
-from .reading import dtypes
 
 X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 
@@ -57,12 +53,6 @@ def state_of(module: Any) -> list[Any]:
     ]
 
 
-def same_state(one: Any, other: Any) -> None:
-    for ours, expected in zip(state_of(one), state_of(other), strict=True):
-        assert ours.dtype == expected.dtype
-        np.testing.assert_array_equal(ours, expected)
-
-
 def by_hand(module: Network, x: Any, calls: int = 1) -> Any:
     """Call a function that takes and returns the state, so that no object is traced; write the state back."""
     graph, state = nnx.split(module)
@@ -82,19 +72,15 @@ def by_hand(module: Network, x: Any, calls: int = 1) -> Any:
 
 WAYS: dict[str, Callable[[Network, Any], Any]] = {
     "as an argument": lambda m, x: autocast(lambda m, x: m(x))(m, x),
-    "by keyword": lambda m, x: autocast(lambda x, *, model: model(x))(x, model=m),
     "in a tree": lambda m, x: autocast(lambda tree: tree["in"][0](tree["x"]))({"in": [m, None], "x": x}),
     "twice": lambda m, x: autocast(lambda m, again, x: again(x))(m, m, x),
     "a part beside the whole": lambda m, x: autocast(lambda part, m, x: m(x))(m.norm, m, x),
     "itself": lambda m, x: autocast(m)(x),
     "a method": lambda m, x: autocast(m.__call__)(x),
     "a partial": lambda m, x: autocast(partial(Network.__call__, m))(x),
-    "a partial of itself": lambda m, x: autocast(partial(m))(x),
     "a decorated method": lambda m, x: m.decorated(x),
-    "inside of nnx.jit": lambda m, x: nnx.jit(autocast(lambda m, x: m(x)))(m, x),
     "inside of nnx.jit, itself": lambda m, x: nnx.jit(lambda m, x: autocast(m)(x))(m, x),
     "around nnx.jit": lambda m, x: autocast(nnx.jit(lambda m, x: m(x)))(m, x),
-    "around nnx.remat": lambda m, x: autocast(nnx.remat(lambda m, x: m(x)))(m, x),
     "in a region of its own": lambda m, x: autocast(lambda m, x: autocast(m)(x))(m, x),
 }
 
@@ -112,15 +98,6 @@ def test_what_a_module_writes_comes_back_to_it(way: str) -> None:
     assert int(ours.dropout.rngs.count[...]) == int(expected.dropout.rngs.count[...]) == 1
 
 
-def test_eager_calls_give_the_numbers_of_the_functional_form() -> None:
-    ours, expected = Network(), Network()
-    region = autocast(lambda m, x: m(x))
-    for _ in range(3):
-        result = region(ours, X)
-    np.testing.assert_array_equal(result, by_hand(expected, X, calls=3))
-    same_state(ours, expected)
-
-
 def test_state_is_stored_in_the_dtype_it_was_written_with() -> None:
     model = Network()
     assert autocast(lambda m, x: m.linear(x))(model, X).dtype == jnp.bfloat16
@@ -132,8 +109,6 @@ def test_state_is_stored_in_the_dtype_it_was_written_with() -> None:
 @pytest.mark.parametrize(
     "around",
     [
-        lambda fn: nnx.grad(fn),
-        lambda fn: nnx.value_and_grad(fn),
         lambda fn: nnx.value_and_grad(lambda m, x: (fn(m, x), 0), has_aux=True),
         lambda fn: nnx.jit(nnx.grad(fn)),
         lambda fn: autocast(nnx.grad(lambda m, x: m.loss(x))),
@@ -146,50 +121,6 @@ def test_state_comes_back_through_gradients(around: Callable[..., Any]) -> None:
     assert int(ours.calls[...]) == 1
     np.testing.assert_allclose(ours.norm.mean[...], expected.norm.mean[...], rtol=0.02, atol=1e-3)
     assert any((np.asarray(leaf) != 0).any() for leaf in jax.tree.leaves(results))
-
-
-def carrying(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda m, x: (m, fn(m, x))
-
-
-def test_state_comes_back_from_vmap_and_scan() -> None:
-    batch = np.stack([X, X])
-
-    class Count(nnx.Module):
-        def __init__(self, *batch: int) -> None:
-            self.w = nnx.Param(jnp.eye(3))
-            self.n = nnx.BatchStat(jnp.zeros(batch))
-
-        def __call__(self, x: Any) -> Any:
-            self.n[...] = self.n[...] + (x @ self.w[...])[0, 0]
-            return x @ self.w[...]
-
-    mapped, plain = Count(2), Count(2)
-    axes = nnx.StateAxes({nnx.Param: None, nnx.BatchStat: 0})
-    for module, fn in ((mapped, autocast(lambda m, x: m(x))), (plain, lambda m, x: m(x))):
-        nnx.vmap(fn, in_axes=(axes, 0))(module, batch)
-    assert mapped.n[...].dtype == np.float32
-    np.testing.assert_allclose(mapped.n[...], plain.n[...], rtol=0.01)
-    scanned, plain = Count(), Count()
-    for module, fn in ((scanned, autocast(lambda m, x: m(x))), (plain, lambda m, x: m(x))):
-        nnx.scan(carrying(fn), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(module, batch)
-    np.testing.assert_allclose(scanned.n[...], plain.n[...], rtol=0.01)
-
-
-def test_a_whole_step_in_a_region_trains() -> None:
-    def train(model: Any, optimizer: Any, x: Any) -> Any:
-        loss, gradients = nnx.value_and_grad(lambda m: jnp.mean((m(x) - 1) ** 2))(model)
-        optimizer.update(model, gradients)
-        return loss
-
-    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    region = autocast(train)
-    losses = [float(region(model, optimizer, X)) for _ in range(5)]
-    assert losses == sorted(losses, reverse=True)
-    assert len(set(losses)) == 5
-    assert int(optimizer.step[...]) == 5
-    assert model.kernel[...].dtype == np.float32
 
 
 def test_new_variables_numbers_of_python_and_returned_modules_come_back() -> None:
@@ -214,7 +145,7 @@ def test_new_variables_numbers_of_python_and_returned_modules_come_back() -> Non
     np.testing.assert_allclose(made.kernel[...], module.linear.kernel[...], rtol=1e-5)
 
 
-@pytest.mark.parametrize("jit", [lambda fn: fn, jax.jit, nnx.jit])
+@pytest.mark.parametrize("jit", [lambda fn: fn, nnx.jit])
 def test_a_module_outside_of_the_arguments_is_read_or_refused(jit: Any) -> None:
     model, frozen = Network(), nnx.Linear(3, 3, rngs=nnx.Rngs(0))
     before = state_of(model)
@@ -226,15 +157,6 @@ def test_a_module_outside_of_the_arguments_is_read_or_refused(jit: Any) -> None:
         jit(autocast(lambda x: model(x)))(X)
     for ours, expected in zip(state_of(model), before, strict=True):
         np.testing.assert_array_equal(ours, expected)
-
-
-def test_a_module_of_an_outer_trace_may_be_an_argument_that_is_read() -> None:
-    teacher = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-    fn = autocast(lambda student, teacher, x: (student(x) - teacher(x)).sum())
-    student = Network()
-    result = nnx.jit(lambda student, x: fn(student, teacher, x))(student, X)
-    assert np.isfinite(result)
-    assert int(student.calls[...]) == 1
 
 
 def test_a_call_that_fails_leaves_the_state_as_it_was() -> None:
@@ -278,9 +200,10 @@ def new_ref(value: Any) -> Any:
     raise AssertionError
 
 
-@pytest.mark.parametrize("jit", [lambda fn: fn, jax.jit])
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("jit", "captured", "inside"),
+    [(lambda fn: fn, False, False), (lambda fn: fn, True, False), (jax.jit, False, True)],
+)
 def test_references_are_written_to_in_their_dtype(jit: Any, captured: bool, inside: bool) -> None:
     def write(ref: Any, x: Any) -> Any:
         ref[...] = ref[...] + x @ x.T
@@ -294,37 +217,6 @@ def test_references_are_written_to_in_their_dtype(jit: Any, captured: bool, insi
         assert result.dtype == (jnp.bfloat16 if ref is ours else np.float32)
     assert ours[...].dtype == np.float32
     np.testing.assert_allclose(ours[...], expected[...], rtol=0.05, atol=0.05)
-
-
-def test_collections_of_linen_come_back_as_results() -> None:
-    class Normed(linen.Module):
-        @linen.compact
-        def __call__(self, x: Any) -> Any:
-            return linen.BatchNorm(use_running_average=False)(linen.Dense(3)(x))
-
-    model = Normed()
-    variables = model.init(jax.random.key(0), X)
-    apply = partial(model.apply, mutable=["batch_stats"])
-    assert dtypes(autocast(apply), variables, X) == ["bfloat16"]
-    (_, new), (_, known) = autocast(apply)(variables, X), apply(variables, X)
-    for ours, expected in zip(jax.tree.leaves(new), jax.tree.leaves(known), strict=True):
-        assert ours.dtype == expected.dtype
-        np.testing.assert_allclose(ours, expected, rtol=0.05, atol=1e-3)
-
-
-def test_state_of_equinox_comes_back_as_a_result() -> None:
-    model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="batch", mode="ema")
-    weight = np.eye(3, dtype=np.float32)
-
-    def apply(x: Any, state: Any) -> Any:
-        return jax.vmap(
-            lambda x, s: model(weight @ x, s), axis_name="batch", in_axes=(0, None), out_axes=(0, None)
-        )(x, state)
-
-    (_, new), (_, known) = autocast(apply)(X, state), apply(X, state)
-    for ours, expected in zip(jax.tree.leaves(new), jax.tree.leaves(known), strict=True):
-        assert ours.dtype == expected.dtype
-        np.testing.assert_allclose(ours, expected, rtol=0.05, atol=1e-2)
 
 
 def test_flax_is_not_imported_for_those_who_do_not_use_it() -> None:
@@ -347,17 +239,12 @@ def test_variables_over_references_and_many_layers_keep_their_places() -> None:
                 each[...] = each[...] + 1
             return x @ x.T
 
-    for over_references in (False, True):
-        with nnx.var_defaults(ref=over_references):
-            ours, expected = Layers(), Layers()
-        expected(X)
-        autocast(ours)(X)
-        nnx.jit(autocast(lambda m, x: m(x)))(ours, X)
-        expected(X)
-        for n, (one, other) in enumerate(zip(ours.layers, expected.layers, strict=True)):
-            np.testing.assert_array_equal(one[...], other[...])
-            assert one[...].shape == (n + 1,)
-        for one, other in zip(
-            (ours.a, ours.b2, ours.b10), (expected.a, expected.b2, expected.b10), strict=True
-        ):
-            np.testing.assert_array_equal(one[...], other[...])
+    with nnx.var_defaults(ref=True):
+        ours, expected = Layers(), Layers()
+    expected(X)
+    nnx.jit(autocast(lambda m, x: m(x)))(ours, X)
+    for n, (one, other) in enumerate(zip(ours.layers, expected.layers, strict=True)):
+        np.testing.assert_array_equal(one[...], other[...])
+        assert one[...].shape == (n + 1,)
+    for one, other in zip((ours.a, ours.b2, ours.b10), (expected.a, expected.b2, expected.b10), strict=True):
+        np.testing.assert_array_equal(one[...], other[...])

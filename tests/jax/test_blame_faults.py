@@ -22,8 +22,8 @@ def first(found: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("low", "emulate"),
     [
-        ("bfloat16", True),
         ("float16", True),
+        pytest.param("bfloat16", True, marks=pytest.mark.slow),
         pytest.param("bfloat16", False, marks=pytest.mark.slow),
         pytest.param("float16", False, marks=pytest.mark.slow),
     ],

@@ -15,9 +15,8 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from preamp import Dynamic, Headroom, guards
-from preamp.arrays.jax import Size
-from preamp.guards import Guard, SpikeGuard
+from preamp import Dynamic, Headroom
+from preamp.guards import SpikeGuard
 from preamp.jax import (
     LossScaledState,
     ScaledGradients,
@@ -28,8 +27,7 @@ from preamp.jax import (
 )
 from tests.seeing import Remembering
 
-from .trainings import loss as small_loss
-from .trainings import parameters
+from .inside import arrays
 
 ADAM = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
@@ -67,8 +65,8 @@ def whole() -> None:
 def squares_fit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count a step whose squares fit: of a conditional XLA counts the branch that accesses most."""
 
-    def nothing(arrays: Any, scale: Any, norm: Any, *_: Any) -> Size:
-        return Size(jnp.isnan(scale), norm, jnp.zeros(len(arrays)), norm, norm)
+    def nothing(given: Any, scale: Any, norm: Any, *_: Any) -> arrays.Size:
+        return arrays.Size(jnp.isnan(scale), norm, jnp.zeros(len(given)), norm, norm)
 
     if "whole" not in request.fixturenames:
         monkeypatch.setattr("preamp.arrays.jax._size_by_largest", nothing)
@@ -135,11 +133,7 @@ def test_a_policy_that_sees_reads_the_gradients_once_more() -> None:
     assert seeing.conditionals == 2
 
 
-each_guard = pytest.mark.parametrize("guard", [SpikeGuard(), guards.OLMO], ids=repr)
-
-
-@each_guard
-def test_a_guard_costs_no_pass_and_no_conditional(guard: Guard[Any]) -> None:
+def test_a_guard_costs_no_pass_and_no_conditional() -> None:
     """It uses the norm that is measured anyway."""
 
     def update(optimizer: Any) -> Costs:
@@ -150,7 +144,7 @@ def test_a_guard_costs_no_pass_and_no_conditional(guard: Guard[Any]) -> None:
         params = floats(1 << 20)
         return costs(whole, params, jax.eval_shape(optimizer.init, params), params, floats())
 
-    clipped, guarded = (update(loss_scaled(ADAM, max_norm=1.0, guard=one)) for one in (None, guard))
+    clipped, guarded = (update(loss_scaled(ADAM, max_norm=1.0, guard=one)) for one in (None, SpikeGuard()))
     assert guarded.passes == pytest.approx(clipped.passes, rel=0.001)
     assert guarded.temporaries - clipped.temporaries < 0.001
     assert guarded.conditionals == clipped.conditionals == 2
@@ -198,31 +192,6 @@ def test_a_whole_step_with_clipping_accesses_far_fewer_bytes_than_optax() -> Non
     assert scaled.conditionals == 2
 
 
-@each_guard
-def test_a_whole_step_with_a_guard_accesses_as_many_bytes(guard: Guard[Any]) -> None:
-    clipped, guarded = (training(loss_scaled(ADAM, max_norm=1.0, guard=one), True) for one in (None, guard))
-    assert guarded.passes == pytest.approx(clipped.passes, rel=0.002)
-    assert guarded.temporaries == pytest.approx(clipped.temporaries, rel=0.01)
-    assert guarded.conditionals == clipped.conditionals == 2
-
-
-def test_a_loss_is_traced_once_and_a_step_is_compiled_once() -> None:
-    traced = 0
-
-    def loss(params: Any, x: Any) -> Any:
-        nonlocal traced
-        traced += 1
-        return small_loss(params, x)
-
-    optimizer = loss_scaled(optax.adam(0.1))
-    train = jax.jit(step(loss, optimizer))
-    params = parameters()
-    state = optimizer.init(params)
-    for _ in range(3):
-        _, params, state = train(params, state, jnp.ones((8, 6)))
-    assert traced == 1 == train._cache_size()
-
-
 def test_the_loss_is_not_multiplied() -> None:
     """Backward begins with the scale; nothing else is made of it but what unscales."""
     optimizer = loss_scaled(optax.sgd(0.1))
@@ -232,8 +201,7 @@ def test_the_loss_is_not_multiplied() -> None:
     assert len(products) == 2  # w * 3.0, and 3.0 times the seed
 
 
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_gradients_of_float16_products_cross_the_conditional_short(max_norm: float | None) -> None:
+def test_gradients_of_float16_products_cross_the_conditional_short() -> None:
     """A weight that is cast has a gradient that is cast back: it waits for the update that reads it."""
 
     def low(params: Any, x: Any, y: Any) -> Any:
@@ -241,7 +209,7 @@ def test_gradients_of_float16_products_cross_the_conditional_short(max_norm: flo
             x = jnp.tanh(x @ weight.astype(x.dtype) + bias.astype(x.dtype))
         return jnp.mean(jnp.square((x - y).astype(jnp.float32)))
 
-    optimizer = loss_scaled(ADAM, max_norm=max_norm)
+    optimizer = loss_scaled(ADAM, max_norm=1.0)
     params = [(floats(128, 128), floats(128))] * 2
     state, x = jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((8, 128), jnp.float16)
 

@@ -130,16 +130,6 @@ def test_pmap_averages_over_its_axis_and_keeps_replicas_equal(alone: Any) -> Non
     assert_trained_as((norms, *replicas[0]), alone)
 
 
-def test_a_mapped_axis_of_vmap_is_as_good_as_devices(alone: Any) -> None:
-    mapped = jax.vmap(step(loss, OPTIMIZER, axis_name="d"), (None, None, 0), axis_name="d")
-
-    @jax.jit
-    def train(params: Any, state: Any, x: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[0], mapped(params, state, x.reshape(DEVICES, 1, -1)))
-
-    assert_trained_as(walk(train), alone)
-
-
 SHARDED = loss_scaled(optax.adamw(0.05), POLICY, max_norm=1.0, axis_name="d")
 
 
@@ -288,37 +278,10 @@ def test_gradients_that_were_not_averaged_are_warned_of_in_the_update(mesh: Mesh
         alone_in(train, mesh)(params, OPTIMIZER.init(params), BATCHES[0])
 
 
-def test_a_mean_of_updates_is_warned_of(mesh: Mesh) -> None:
-    def train(params: Any, state: Any, x: Any) -> Any:
-        _, scaled = scaled_value_and_grad(loss)(state, params, x)
-        updates, state = OPTIMIZER.update(scaled, state, params)
-        mean = jax.tree.map(lambda leaf: jax.lax.pmean(leaf, "d"), updates)
-        return optax.apply_updates(params, mean), state
-
-    params = parameters()
-    with pytest.warns(UserWarning, match="averages no gradients"):
-        _, state = alone_in(train, mesh)(params, OPTIMIZER.init(params), BATCHES[SCRIPT.index("1")])
-    with pytest.warns(UserWarning, match=r"opt_state.policy_state.scale and opt_state.skipped_steps"):
-        last_step(state)
-
-
-def test_devices_in_a_loop_with_a_scale_of_its_own_are_seen_apart_by_last_step(mesh: Mesh) -> None:
-    """What was made by hand cannot be warned of before: only what comes out tells."""
-
-    def train(params: Any, state: Any, x: Any) -> Any:
-        gradients = jax.grad(lambda params: 4.0 * loss(params, x))(params)
-        return apply_gradients(OPTIMIZER, ScaledGradients(gradients, 4.0), state, params)
-
-    params = parameters()
-    _, state = alone_in(train, mesh)(params, OPTIMIZER.init(params), BATCHES[0])
-    with pytest.warns(UserWarning, match=APART):
-        last_step(state)
-
-
 @pytest.mark.parametrize(
     "train",
-    [by_hand(averaged), by_hand(axis_name="d"), by_hand(lambda scaled: averaged(scaled).map(lambda g: g))],
-    ids=["map", "axis_name", "map twice"],
+    [by_hand(axis_name="d"), by_hand(lambda scaled: averaged(scaled).map(lambda g: g))],
+    ids=["axis_name", "map twice"],
 )
 def test_gradients_that_were_averaged_are_not_warned_of(mesh: Mesh, train: Any) -> None:
     params = parameters()
@@ -358,12 +321,6 @@ def test_a_pmap_that_averages_nothing_is_warned_of() -> None:
     )
     with pytest.raises(preamp.UsageError, match=differ):
         last_step(state)
-
-
-def test_the_state_of_replicas_that_agree_is_refused_without_such_a_reproach() -> None:
-    several = jax.tree.map(lambda leaf: jnp.stack([leaf] * DEVICES), OPTIMIZER.init(parameters()))
-    with pytest.raises(preamp.UsageError, match=r"for the first of them\.$"):
-        last_step(several)
 
 
 def test_gradients_that_shard_map_has_summed_are_warned_of(mesh: Mesh) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ FAR = 1e36  # a norm to clip to that is itself beyond the range of squares
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 each_row = pytest.mark.parametrize("row", EXTREMES, ids=lambda row: row.name)
 each_limit = pytest.mark.parametrize("max_norm", [None, 1.0, FAR])
+are_finite = jax.jit(all_finite)
 
 
 def gradients(row: Extreme) -> list[jax.Array]:
@@ -51,29 +53,53 @@ def handing(params: Any, gradients: Any) -> Any:
 handing.defvjp(lambda params, gradients: (jnp.float32(0.0), gradients), lambda kept, _: (kept, None))
 
 
-def transformation(optimizer: Any, row: Extreme, params: Any, state: Any) -> Any:
-    scaled = ScaledGradients(gradients(row), state.policy_state.scale)
-    return optimizer.update(scaled, state, params)
+@cache
+def update(max_norm: float | None) -> tuple[Any, Any]:
+    """Return an optimizer and a compiled step of it, which serve all rows: the scale is in the state."""
+    optimizer = loss_scaled(optax.sgd(1.0), Static(1.0), max_norm=max_norm)
+
+    def updated(params: Any, state: Any, gradients: Any) -> Any:
+        return optimizer.update(ScaledGradients(gradients, state.policy_state.scale), state, params)
+
+    return optimizer, jax.jit(updated)
 
 
-def compiled_transformation(optimizer: Any, row: Extreme, params: Any, state: Any) -> Any:
-    return jax.jit(lambda p, s: transformation(optimizer, row, p, s))(params, state)
+@cache
+def stepped(max_norm: float | None) -> tuple[Any, Any]:
+    optimizer = loss_scaled(optax.sgd(1.0), Static(1.0), max_norm=max_norm)
+    return optimizer, jax.jit(lambda *args: step(handing, optimizer)(*args)[1:])
 
 
-def stepped(optimizer: Any, row: Extreme, params: Any, state: Any) -> Any:
-    return jax.jit(step(handing, optimizer))(params, state, gradients(row))[1:]
+@cache
+def sharded(max_norm: float | None, tracked: bool) -> tuple[Any, Any]:
+    optimizer = loss_scaled(optax.sgd(1.0), Static(1.0), max_norm=max_norm, axis_name="model")
+    places: Any = [P("model"), P("model"), P()][: 2 + tracked]
+
+    def apply(params: Any, state: Any, gradients: Any) -> Any:
+        scaled = ScaledGradients(gradients, state.policy_state.scale)
+        return apply_gradients(optimizer, scaled, state, params)
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    return optimizer, jax.jit(shard_map(apply, mesh, (places, P(), places), (places, P()), tracked))
+
+
+def take(row: Extreme, max_norm: float | None, way: tuple[Any, Any]) -> None:
+    """Take a step with the scale of the row, and check it."""
+    optimizer, run = way
+    params = [jnp.zeros(leaf.shape, row.wide) for leaf in row.leaves]
+    state = optimizer.init(params)
+    state = state._replace(policy_state=state.policy_state._replace(scale=jnp.float32(row.scale)))
+    check(row, max_norm, *run(params, state, gradients(row)))
 
 
 @each_row
 @each_limit
-@pytest.mark.parametrize("way", [transformation, compiled_transformation, stepped])
+@pytest.mark.parametrize("way", [update, stepped])
 def test_each_way_does_with_extreme_gradients_what_float64_would(
     row: Extreme, max_norm: float | None, way: Callable[..., Any]
 ) -> None:
     with enable_x64(row.dtype == "float64"):
-        optimizer = loss_scaled(optax.sgd(1.0), Static(row.scale), max_norm=max_norm)
-        params = [jnp.zeros(leaf.shape, row.wide) for leaf in row.leaves]
-        check(row, max_norm, *way(optimizer, row, params, optimizer.init(params)))
+        take(row, max_norm, way(max_norm))
 
 
 @each_row
@@ -85,20 +111,10 @@ def test_devices_with_shards_agree_on_the_largest_entry_and_on_the_norm(
     if not tracked:  # a leaf that all have counts once only where JAX knows it
         row = row._replace(leaves=row.leaves[:2])
     with enable_x64(row.dtype == "float64"):
-        optimizer = loss_scaled(optax.sgd(1.0), Static(row.scale), max_norm=max_norm, axis_name="model")
-        params = [jnp.zeros(leaf.shape, row.wide) for leaf in row.leaves]
-        places: Any = [P("model"), P("model"), P()][: len(params)]
-
-        def apply(params: Any, gradients: Any, state: Any) -> Any:
-            scaled = ScaledGradients(gradients, state.policy_state.scale)
-            return apply_gradients(optimizer, scaled, state, params)
-
-        mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
-        mapped = shard_map(apply, mesh, (places, places, P()), (places, P()), tracked)
-        check(row, max_norm, *jax.jit(mapped)(params, gradients(row), optimizer.init(params)))
+        take(row, max_norm, sharded(max_norm, tracked))
 
 
 @each_row
 def test_all_finite_is_about_entries(row: Extreme) -> None:
     with enable_x64(row.dtype == "float64"):
-        assert bool(jax.jit(all_finite)(gradients(row))) == row._replace(scale=1.0).finite(row.dtype)
+        assert bool(are_finite(gradients(row))) == row._replace(scale=1.0).finite(row.dtype)

@@ -15,7 +15,6 @@ from preamp import Dynamic, Static, dialects
 from preamp.jax import (
     LossScale,
     ScaledGradients,
-    apply_gradients,
     last_step,
     loss_scaled,
     step,
@@ -130,33 +129,6 @@ def test_growth_is_bounded() -> None:
         theirs = theirs.adjust(jnp.array(True))
     assert float(theirs.loss_scale) == 2.0**35
     assert grown(LossScale(Dynamic(init_scale=2.0**30, growth_interval=1)), 5)[-1] == 2.0**32
-
-
-@pytest.mark.parametrize("micro_steps", [None, 2])
-def test_bfloat16_parameters_take_float32_gradients_step_after_step(micro_steps: int | None) -> None:
-    """Optax's moments begin in bfloat16 and end in float32: no scan can carry them."""
-    inner = optax.adam(0.5)
-    if micro_steps:
-        inner = optax.MultiSteps(inner, micro_steps)
-    w = jnp.ones(2, jnp.bfloat16)
-
-    def stock(carry: Any, gradient: Any) -> Any:
-        updates, state = inner.update(gradient, carry[1], carry[0])
-        return (optax.apply_updates(carry[0], updates), state), None
-
-    gradients = jnp.ones((4, 2), jnp.float32)
-    if micro_steps is None:
-        with pytest.raises(TypeError, match="carry"):
-            jax.lax.scan(stock, (w, inner.init(w)), gradients)
-    optimizer = loss_scaled(inner, Dynamic(init_scale=1.0))
-
-    def ours(carry: Any, gradient: Any) -> Any:
-        return apply_gradients(optimizer, ScaledGradients(gradient, 1.0), carry[1], carry[0]), None
-
-    (after, state), _ = jax.lax.scan(ours, (w, optimizer.init(w)), gradients)
-    assert after.dtype == jnp.bfloat16
-    assert after.tolist() == [-1.0, -1.0] if micro_steps is None else [0.0, 0.0]
-    assert int(state.steps) == 4
 
 
 def test_a_float16_norm_does_not_overflow_into_updates_of_zero() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
-from flax import nnx, serialization
+from flax import serialization
 from jax import export
 from jax.sharding import Mesh, PartitionSpec
 
@@ -41,14 +40,11 @@ from .trainings import enable_x64, identical, shard_map
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 POLICY = Dynamic(init_scale=4.0, growth_interval=5)
+# All of them, compiled: tests/guards/test_frameworks.py.
 GUARDS: list[Guard[Any]] = [
-    SpikeGuard(),
     SpikeGuard(sigmas=4.0, warmup=4, patience=3),
     NormLimit(5.0),
-    guards.OLMO(rolling_interval_length=24),
     guards.LEVANTER(rolling_interval_length=16),
-    guards.MAXTEXT(16),
-    guards.MEGATRON_NORM(5.0),
 ]
 each_guard = pytest.mark.parametrize("guard", GUARDS, ids=repr)
 PARAMS = {"w": jnp.array([0.5, -0.0, 1.0, -2.0]), "b": jnp.array([-0.0])}
@@ -128,7 +124,7 @@ def test_decisions_are_those_of_a_simulation(guard: Guard[Any]) -> None:
     optimizer = loss_scaled(optax.adam(0.1), POLICY, guard=guard)
     run, state = jax.jit(scanned(optimizer)), optimizer.init(PARAMS)
     spikes = 0
-    for seed in range(8):
+    for seed in range(3):
         script = series(seed)
         _, (params, states) = run(PARAMS, state, script)
         trace = on_host(guard, script)
@@ -146,19 +142,6 @@ def test_decisions_are_those_of_a_simulation(guard: Guard[Any]) -> None:
         for leaf in states.policy_state if len(spiked) else ():
             assert np.array_equal(np.asarray(leaf)[spiked], np.asarray(leaf)[spiked - 1])
     assert spikes > 5
-
-
-@pytest.mark.parametrize("guard", [SpikeGuard(), guards.OLMO], ids=repr)
-def test_states_are_those_of_a_simulation(guard: Guard[Any]) -> None:
-    script = series(0, 100, nans=0.0)
-    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
-    (_, state), _ = jax.jit(scanned(optimizer))(PARAMS, optimizer.init(PARAMS), script)
-    host = guard.start()
-    for value, norm in script.tolist():
-        finite = math.isfinite(norm)
-        host = guard.advance(host, Reading(finite, loss=value, grad_norm=norm if finite else None))
-    for ours, theirs in zip(*map(sorted_numbers, (state.guard.state, host)), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)
 
 
 def sorted_numbers(state: Any) -> list[list[float]]:
@@ -206,7 +189,7 @@ def on_host_with_limits(rows: list[tuple[float, float]], steps: list[Any]) -> An
         yield ours
 
 
-WAYS = ["step", "jitted step", "apply_gradients", "jitted apply_gradients", "update", "jitted update"]
+WAYS = ["step", "jitted apply_gradients", "jitted update"]
 
 
 def trained(way: str, optimizer: Any) -> Any:
@@ -262,17 +245,6 @@ def test_state_in_aux_comes_back_unchanged(kept: bool | None) -> None:
 # Where JAX transforms a step
 
 
-def test_trainings_under_vmap_decide_as_each_alone() -> None:
-    for guard in (SpikeGuard(), guards.LEVANTER(rolling_interval_length=16)):
-        optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
-        run, state = scanned(optimizer), optimizer.init(PARAMS)
-        scripts = np.stack([series(seed, 120) for seed in range(3)])
-        _, (_, states) = jax.jit(jax.vmap(run, (None, None, 0)))(PARAMS, state, scripts)
-        for number, script in enumerate(scripts):
-            alone = jax.tree.map(lambda leaf, n=number: leaf[n], states)
-            assert reasons(alone) == [one.reason for one in on_host(guard, script)]
-
-
 TWO = 2
 
 
@@ -284,24 +256,6 @@ def mesh() -> Mesh:
 SPLIT, WHOLE = PartitionSpec("d"), PartitionSpec()
 
 
-def test_each_device_may_have_a_training_of_its_own(mesh: Mesh) -> None:
-    for guard in (SpikeGuard(), NormLimit(5.0)):
-        optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
-        run = scanned(optimizer)
-
-        def one(trees: Any, run: Any = run) -> Any:
-            params, state, script = jax.tree.map(lambda leaf: leaf[0], trees)
-            _, (_, states) = run(params, state, script)
-            return jax.tree.map(lambda leaf: leaf[None], states)
-
-        scripts = np.stack([series(seed, 60) for seed in range(TWO)])
-        start = jax.tree.map(lambda leaf: jnp.stack([leaf] * TWO), (PARAMS, optimizer.init(PARAMS)))
-        states = jax.jit(shard_map(one, mesh, (SPLIT,), SPLIT))((*start, scripts))
-        for number, script in enumerate(scripts):
-            alone = jax.tree.map(lambda leaf, n=number: leaf[n], states)
-            assert reasons(alone) == [reading.reason for reading in on_host(guard, script)]
-
-
 def parted(seed: int, devices: int, length: int = 60) -> tuple[np.ndarray, np.ndarray]:
     """Return a script for each device, and what they are together: mean losses, and norms as of one."""
     each = np.stack([series(seed + 10 * number, length, nans=0.0) for number in range(devices)])
@@ -311,7 +265,7 @@ def parted(seed: int, devices: int, length: int = 60) -> tuple[np.ndarray, np.nd
     return each, mean
 
 
-@pytest.mark.parametrize("way", ["pmap", "shard_map", "unchecked shard_map", "without an axis_name"])
+@pytest.mark.parametrize("way", ["shard_map", "unchecked shard_map", "without an axis_name"])
 def test_devices_with_other_losses_decide_by_their_mean(way: str, mesh: Mesh) -> None:
     guard = SpikeGuard()
     optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
@@ -325,21 +279,11 @@ def test_devices_with_other_losses_decide_by_their_mean(way: str, mesh: Mesh) ->
         return params, state
 
     params, state = PARAMS, optimizer.init(PARAMS)
-    if way == "pmap":
-        run: Any = jax.pmap(one, axis_name="d", devices=jax.devices("cpu")[:TWO])
-        params, state = jax.tree.map(lambda leaf: jnp.stack([leaf] * TWO), (params, state))
-    else:
-        checked = way != "unchecked shard_map"
-        run = jax.jit(shard_map(one, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), checked))
+    run = jax.jit(shard_map(one, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), way != "unchecked shard_map"))
     why = []
     for number in range(each.shape[1]):
-        rows = each[:, number]
-        params, state = run(params, state, rows[:, None] if way == "pmap" else rows)
-        replicas = [state, state]
-        if way == "pmap":
-            replicas = [jax.tree.map(lambda leaf, i=i: leaf[i], state) for i in range(TWO)]
-        assert identical(*replicas)
-        why.append(last_step(replicas[0]).reason)
+        params, state = run(params, state, each[:, number])
+        why.append(last_step(state).reason)
     assert why == [one.reason for one in on_host(guard, together)]
     assert why.count("spike") > 2
 
@@ -348,42 +292,34 @@ def averaged(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, "d"), tree)
 
 
-@pytest.mark.parametrize("told", ["own", "averaged"])
-@pytest.mark.parametrize("way", ["pmap", "vmap", "shard_map", "a sum"])
+@pytest.mark.parametrize(("summed", "told"), [(False, "own"), (True, "averaged")])
 def test_devices_that_average_gradients_by_hand_decide_by_their_mean_loss(
-    way: str, told: str, mesh: Mesh
+    summed: bool, told: str, mesh: Mesh
 ) -> None:
     """`value` may be each device's own loss."""
     guard = SpikeGuard(warmup=3)
     optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
-    each, together = parted(1, TWO)
+    each, together = parted(1, TWO, 16)
     each[:, 9] = [[2.0, 1.0], [90.0, 1.0]]
     together[9] = [46.0, 1.0]
 
     def one(params: Any, state: Any, row: Any) -> Any:
         value, scaled = scaled_value_and_grad(loss)(state, params, row[0, 0], row[0, 1])
         mean = scaled.map(averaged)
-        if way == "a sum":
+        if summed:
             mean = (mean + scaled.map(averaged)).map(lambda g: g / 2)
         value = averaged(value) if told == "averaged" else value
         return apply_gradients(optimizer, mean, state, params, value=value)
 
     params, state = PARAMS, optimizer.init(PARAMS)
-    run: Any = jax.jit(shard_map(one, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), checked=False))
-    if stacked := way in ("pmap", "vmap"):
-        run = jax.jit(jax.vmap(one, axis_name="d"))
-        if way == "pmap":
-            run = jax.pmap(one, axis_name="d", devices=jax.devices("cpu")[:TWO])
-        params, state = jax.tree.map(lambda leaf: jnp.stack([leaf] * TWO), (params, state))
-
-    def of_device(number: int, leaf: Any) -> Any:
-        return leaf[number] if stacked else leaf.addressable_shards[number].data
-
+    run = jax.jit(shard_map(one, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), checked=False))
     why = []
     for number in range(each.shape[1]):
-        rows = each[:, number]
-        params, state = run(params, state, rows[:, None] if stacked else rows)
-        first, second = (jax.tree.map(partial(of_device, one), (params, state)) for one in range(TWO))
+        params, state = run(params, state, each[:, number])
+        first, second = (
+            jax.tree.map(lambda leaf, i=i: leaf.addressable_shards[i].data, (params, state))
+            for i in range(TWO)
+        )
         assert identical(first, second)
         why.append(last_step(first[1]).reason)
     assert why == [one.reason for one in on_host(guard, together)]
@@ -477,8 +413,7 @@ def test_devices_with_other_parameters_decide_by_the_mean_of_the_losses_they_are
     assert checked or counts["guarded"] == 2
 
 
-@pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize("known", [0, 1, 3])
+@pytest.mark.parametrize(("checked", "known"), [(True, 1), (False, 0), (False, 1), (False, 3)])
 def test_a_loss_that_a_device_does_not_know_is_not_known(checked: bool, known: int) -> None:
     """The number that stands for it would be -inf in a sum."""
     three = Mesh(np.array(jax.devices("cpu")[:3]), ("d",))
@@ -563,8 +498,7 @@ def without_loss(state: Any, scaled: ScaledGradients) -> dict[str, ScaledGradien
 
 
 @pytest.mark.parametrize("case", ["by hand", "mapped", "a sum"])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_gradients_without_a_loss_are_refused(case: str, compiled: bool) -> None:
+def test_gradients_without_a_loss_are_refused(case: str) -> None:
     for guard, refused in (
         (SpikeGuard(), True),
         (LossLimit(5.0), True),
@@ -577,7 +511,7 @@ def test_gradients_without_a_loss_are_refused(case: str, compiled: bool) -> None
             _, scaled = scaled_value_and_grad(loss)(state, params, 2.0, 1.0)
             return apply_gradients(optimizer, without_loss(state, scaled)[case], state, params, **told)
 
-        run = jax.jit(train) if compiled else train
+        run = jax.jit(train)
         assert run(PARAMS, state, value=jnp.float32(2.0))[1].taken
         if refused:
             with pytest.raises(UsageError, match=r"uses the loss.*Write update\(scaled.*value=loss"):
@@ -638,25 +572,7 @@ def test_a_loss_that_turns_out_to_be_missing_enters_nothing() -> None:
         apply_gradients(optimizer, scaled(state, 1.0, None), state, params)
 
 
-def test_a_guard_of_the_loss_alone_takes_a_step_without_one() -> None:
-    optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=LossLimit(5.0))
-    state = optimizer.init(PARAMS)
-
-    @jax.jit
-    def train(state: Any, scaled: Any) -> Any:
-        return apply_gradients(optimizer, scaled, state, PARAMS)[1]
-
-    gradients = {"w": DIRECTION * 4.0, "b": jnp.zeros(1)}
-    state = train(state, through_jit(ScaledGradients(gradients, 4.0, 2.0)))
-    after = train(state, through_jit(ScaledGradients(gradients, 4.0)))
-    assert bool(after.taken)
-    assert identical(after.guard.state, state.guard.state)
-    assert not train(after, through_jit(ScaledGradients(gradients, 4.0, 7.0))).taken
-
-
-@pytest.mark.parametrize(
-    "guard", [SpikeGuard(), SpikeGuard(watch="loss"), guards.OLMO, NormLimit(5.0)], ids=repr
-)
+@pytest.mark.parametrize("guard", [SpikeGuard(), NormLimit(5.0)], ids=repr)
 def test_last_step_warns_of_a_guard_that_is_never_told_the_loss(guard: Guard[Any]) -> None:
     """Gradients that `map` returned in one compiled function, and that another one applies."""
     optimizer = loss_scaled(optax.sgd(0.1), POLICY, guard=guard)
@@ -687,7 +603,7 @@ def test_last_step_warns_of_a_guard_that_is_never_told_the_loss(guard: Guard[Any
     assert last_step(restart_guard(state, guard)).loss is None  # which has judged no step yet
 
 
-@pytest.mark.parametrize("value", [jnp.ones(3), True, "a", 1j], ids=repr)
+@pytest.mark.parametrize("value", [jnp.ones(3), True, 1j], ids=repr)
 def test_what_is_not_a_loss_has_to_be_replaced_by_one_if_the_guard_uses_it(value: Any) -> None:
     for guard, ending in (
         (SpikeGuard(), r"; guards\.SpikeGuard\(\) uses it\.$"),
@@ -716,16 +632,13 @@ def grown(guard: Guard[Any], optimizer: Any) -> Any:
     return state
 
 
-@pytest.mark.parametrize("guard", [SpikeGuard(), NormLimit(5.0), guards.OLMO], ids=repr)
-def test_a_state_comes_back_from_a_file(guard: Guard[Any], tmp_path: Path) -> None:
+def test_a_state_comes_back_from_a_file(tmp_path: Path) -> None:
+    guard = guards.OLMO(rolling_interval_length=24)
     optimizer = loss_scaled(optax.adam(0.1), POLICY, guard=guard)
     state, fresh = grown(guard, optimizer), optimizer.init(PARAMS)
-    by_flax = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    by_flax = in_flax(state, fresh, tmp_path)
     by_pickle = pickle.loads(pickle.dumps(state))
-    with orbax.checkpoint.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        restore = orbax.checkpoint.checkpoint_utils.construct_restore_args(fresh)
-        by_orbax = checkpointer.restore(tmp_path / "state", fresh, restore_args=restore)
+    by_orbax = in_orbax(state, fresh, tmp_path)
     train = jax.jit(step(loss, optimizer))
     expected = train(PARAMS, state, 90.0, 1.0)
     for restored in (by_flax, by_pickle, by_orbax):
@@ -735,14 +648,13 @@ def test_a_state_comes_back_from_a_file(guard: Guard[Any], tmp_path: Path) -> No
         assert identical(train(PARAMS, restored, 90.0, 1.0), expected)
 
 
-@pytest.mark.parametrize("guard", [SpikeGuard(), guards.OLMO, guards.MEGATRON_NORM(5.0)], ids=repr)
-def test_a_step_is_exported(guard: Guard[Any]) -> None:
+def test_a_step_is_exported() -> None:
     pytest.importorskip("flatbuffers", reason="jax.export needs it to serialize")
     inner = optax.GradientTransformation(
         lambda params: (),
         lambda updates, state, params=None: (jax.tree.map(lambda g: -0.1 * g, updates), state),
     )
-    optimizer = loss_scaled(inner, POLICY, guard=guard)
+    optimizer = loss_scaled(inner, POLICY, guard=guards.OLMO(rolling_interval_length=24))
     train, args = jax.jit(step(loss, optimizer)), (PARAMS, optimizer.init(PARAMS), jnp.ones(()), jnp.ones(()))
     saved = export.export(train)(*args).serialize()
     assert identical(export.deserialize(saved).call(*args), train(*args))
@@ -790,12 +702,16 @@ def in_flax(state: Any, template: Any, path: Path) -> Any:
 FILES = {"pickle": lambda state, template, path: state, "orbax": in_orbax, "flax": in_flax}
 
 
-@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize(
-    "guard", [SpikeGuard(), NormLimit(5.0), guards.LEVANTER(rolling_interval_length=16)], ids=repr
+    ("file", "guard"),
+    [
+        ("pickle", SpikeGuard()),
+        ("orbax", guards.LEVANTER(rolling_interval_length=16)),
+        ("flax", SpikeGuard()),
+    ],
 )
 def test_a_file_with_a_guard_does_not_continue_without_or_the_other_way_round(
-    guard: Guard[Any], file: str, tmp_path: Path
+    file: str, guard: Guard[Any], tmp_path: Path
 ) -> None:
     """The library that restores may raise itself; otherwise the next step does, and says what to write."""
     inner = optax.adam(0.1)
@@ -828,9 +744,14 @@ def test_a_guard_that_a_file_left_as_a_dict_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [SpikeGuard(), NormLimit(5.0), guards.OLMO, LossLimit(30.0), None], ids=repr
+    ("guard", "other"),
+    [
+        (SpikeGuard(), NormLimit(5.0)),
+        (NormLimit(5.0), LossLimit(30.0)),
+        (None, guards.OLMO),
+        (guards.OLMO, None),
+    ],
 )
-@pytest.mark.parametrize("guard", [SpikeGuard(), NormLimit(5.0), guards.OLMO, None], ids=repr)
 def test_the_last_step_stays_readable_after_each_change_of_guard(guard: Any, other: Any) -> None:
     inner = optax.adam(0.1)
     before, after = (loss_scaled(inner, POLICY, guard=one) for one in (guard, other))
@@ -842,9 +763,7 @@ def test_the_last_step_stays_readable_after_each_change_of_guard(guard: Any, oth
     assert (last_step(state).index, last_step(state).loss, last_step(state).skipped) == (1, 2.0, False)
 
 
-@pytest.mark.parametrize(
-    "other", [NormLimit(5.0), guards.MAXTEXT(16), guards.OLMO(rolling_interval_length=24)], ids=repr
-)
+@pytest.mark.parametrize("other", [NormLimit(5.0), guards.OLMO(rolling_interval_length=24)], ids=repr)
 def test_the_state_of_another_guard_is_refused(other: Guard[Any]) -> None:
     for guard in (SpikeGuard(), guards.OLMO):
         state = loss_scaled(optax.sgd(0.1), POLICY, guard=guard).init(PARAMS)
@@ -874,7 +793,7 @@ def test_a_state_that_was_cast_or_lost_a_leaf_is_named() -> None:
             check_exhausted(state._replace(guard=record), POLICY)
 
 
-@pytest.mark.parametrize("guard", ["OLMO", SpikeGuard, 5.0])
+@pytest.mark.parametrize("guard", ["OLMO", SpikeGuard])
 def test_what_is_not_a_guard_is_refused(guard: Any) -> None:
     with pytest.raises(PolicyError, match=r"is not a guard. Write guard=SpikeGuard\(\)"):
         loss_scaled(optax.sgd(0.1), guard=guard)
@@ -893,50 +812,6 @@ def test_several_steps_to_one_update_leave_spikes_out() -> None:
     assert np.allclose(params["w"], PARAMS["w"] - 2.0 * DIRECTION)
     assert int(state.inner_state.gradient_step) == 1
     assert int(state.skipped_steps) == 1
-
-
-def test_lookahead_inside_keeps_fast_and_slow_parameters() -> None:
-    optimizer = loss_scaled(optax.lookahead(optax.sgd(0.1), 2, 0.5), POLICY, guard=NormLimit(5.0))
-    params = optax.LookaheadParams.init_synced(PARAMS)
-    train, state = jax.jit(step(loss, optimizer)), optimizer.init(params)
-    _, params, state = train(params, state, 2.0, 1.0)
-    _, kept, after = train(params, state, 2.0, 50.0)
-    assert identical((kept, after.inner_state), (params, state.inner_state))
-    assert last_step(after).reason == "spike"
-
-
-def test_an_optimizer_of_nnx_is_given_the_loss() -> None:
-    class Model(nnx.Module):
-        def __init__(self) -> None:
-            self.w = nnx.Param(jnp.array([0.5, -0.5]))
-
-    def of_model(model: Any, value: Any) -> Any:
-        return jnp.sum(model.w[...] ** 2) * 0.1 + value
-
-    model = Model()
-    tx = loss_scaled(optax.adam(0.1), POLICY, guard=SpikeGuard(warmup=2))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def train(model: Any, optimizer: Any, value: Any) -> Any:
-        value, scaled = scaled_value_and_grad(of_model)(optimizer.opt_state, model, value)
-        optimizer.update(model, scaled.gradients, loss_scale=scaled.scale, value=value)
-
-    @nnx.jit
-    def untold(model: Any, optimizer: Any) -> Any:
-        _, scaled = scaled_value_and_grad(of_model)(optimizer.opt_state, model, 2.0)
-        optimizer.update(model, scaled.gradients, loss_scale=scaled.scale)
-
-    for value in (2.0, 2.1, 1.9):
-        train(model, optimizer, value)
-    before = jnp.copy(model.w[...])
-    train(model, optimizer, 90.0)
-    assert jnp.array_equal(model.w[...], before)
-    assert last_step(optimizer.opt_state).reason == "spike"
-    train(model, optimizer, 2.0)
-    assert not jnp.array_equal(model.w[...], before)
-    with pytest.raises(UsageError, match=r"optimizer\.update\(model, scaled\.gradients.*value=loss\)"):
-        untold(model, optimizer)
 
 
 def test_a_guard_alone_guards_a_training_without_scaling() -> None:

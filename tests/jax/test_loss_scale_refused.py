@@ -58,6 +58,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         "0 positional arguments follow",
         lambda: value_and_grad(total)(LossScale(), w=W),
     ),
+    "no flag": (UsageError, r"advance\(1\.0\): this does not say", lambda: LossScale().advance(1.0)),
     "no loss scale": (
         UsageError,
         r"first argument holds no loss scale: it is an array of shape \(3,\).*LossScale\(\), params",

@@ -24,7 +24,6 @@ from preamp.jax import (
     step,
 )
 from preamp.jax import value_and_grad as differentiated
-from preamp.jax.scaling.measurements import measure
 from tests.seeing import Remembering, peak_of, scales_after
 
 from .trainings import batches, enable_x64, loss, parameters, shard_map
@@ -57,7 +56,7 @@ def remembered(state: Any) -> list[float]:
 update = jax.jit(OPTIMIZER.update)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(entries)
 @example([0.0] * COUNT)
 def test_the_peak_is_that_of_all_scaled_gradients(entries: list[float]) -> None:
@@ -80,17 +79,17 @@ def test_an_overflow_says_nothing_and_leaves_the_next_step_as_it_was(bad: float)
 
 def test_what_float32_cannot_hold_is_no_infinite_peak() -> None:
     with enable_x64(True):
-        reading = measure(POLICY, [jnp.array([1e100, 0.0])], jnp.float32(1.0))[0].reading
-    assert reading.peak == np.finfo(np.float32).max
-    assert reading.peak.dtype == jnp.float32
+        gradients = jnp.array([1e100, 0.0])
+        _, state = OPTIMIZER.update(ScaledGradients(gradients, 1.0), OPTIMIZER.init(gradients))
+    assert state.policy_state.peak == np.finfo(np.float32).max
+    assert state.policy_state.peak.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_compiled_step_sees_what_it_cuts_off(dtype: str) -> None:
+def test_a_compiled_step_sees_what_it_cuts_off() -> None:
     """Gradients of float16 products become float32 inside the conditional: their entries are the same."""
 
     def low(params: Any, x: Any) -> Any:
-        return loss(jax.tree.map(lambda leaf: leaf.astype(dtype), params), x.astype(dtype))
+        return loss(jax.tree.map(lambda leaf: leaf.astype("float16"), params), x.astype("float16"))
 
     params, (x, _) = parameters(), next(batches("0"))
     state = OPTIMIZER.init(params)

@@ -48,7 +48,7 @@ def trained(optimizer: Any = OPTIMIZER, script: str = "0010") -> tuple[Any, Any]
 # What it tells
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("policy", [Headroom(), Tolerant()], ids=repr)
 def test_every_name_in_the_state_is_found_once(policy: Policy[Any]) -> None:
     """`optax.tree.get` refuses a name that two leaves have."""
     state = loss_scaled(optax.adamw(0.05), policy).init(PARAMS)
@@ -74,9 +74,8 @@ def test_step_tells_the_loss_and_update_where_it_is_given() -> None:
     assert last_step(unknown).grad_norm is not None
 
 
-@pytest.mark.parametrize("true", [float("-inf"), float("inf"), float("nan"), 0.0, -3e38])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_loss_is_told_whatever_it_is(true: float, compiled: bool) -> None:
+@pytest.mark.parametrize("true", [float("-inf"), float("nan"), -3e38])
+def test_a_loss_is_told_whatever_it_is(true: float) -> None:
     def diverged(params: Any) -> Any:
         return jnp.sum(params["w"]) * 0.0 + true
 
@@ -85,7 +84,7 @@ def test_a_loss_is_told_whatever_it_is(true: float, compiled: bool) -> None:
         return apply_gradients(OPTIMIZER, scaled, state, params)
 
     for run in (step(diverged, OPTIMIZER), train):
-        *_, state = (jax.jit(run) if compiled else run)(PARAMS, OPTIMIZER.init(PARAMS))
+        *_, state = jax.jit(run)(PARAMS, OPTIMIZER.init(PARAMS))
         assert np.array_equal(last_step(state).loss, np.float32(true), equal_nan=True)
 
 
@@ -99,8 +98,8 @@ def test_a_sum_with_a_loss_that_is_not_known_has_none() -> None:
     assert last_step(both).loss == 2.0 * value
 
 
-REAL = [3, 3.5, np.int64(3), np.float64(3.5), np.float32(3.5), jnp.int32(3), jnp.uint8(3), jnp.bfloat16(3.5)]
-NOT_REAL = ["x", 3j, jnp.complex64(3.0), jnp.ones(3), [3.0], True, jnp.array(True), {"loss": 3.0}]
+REAL = [3, np.float64(3.5), jnp.uint8(3), jnp.bfloat16(3.5)]
+NOT_REAL = ["x", 3j, jnp.complex64(3.0), jnp.ones(3), jnp.array(True), {"loss": 3.0}]
 
 
 def ways_to_tell(value: Any) -> list[Callable[[], Any]]:
@@ -150,20 +149,6 @@ def test_the_loss_of_devices_without_an_axis_name_is_their_mean(checked: bool) -
 # In other programs, and with other policies
 
 
-@pytest.mark.parametrize("policy", [POLICY, Headroom()], ids=repr)
-def test_a_step_is_exported_and_read_back(policy: Policy[Any]) -> None:
-    pytest.importorskip("flatbuffers", reason="jax.export needs it to serialize")
-    # An inner state without types: those of optax are the user's to register, once in a process.
-    inner = optax.GradientTransformation(
-        lambda params: (),
-        lambda updates, state, params=None: (jax.tree.map(lambda g: -0.1 * g, updates), state),
-    )
-    optimizer = loss_scaled(inner, policy)
-    train, state = jax.jit(step(loss, optimizer)), optimizer.init(PARAMS)
-    saved = export.export(train)(PARAMS, state, X).serialize()
-    assert identical(export.deserialize(saved).call(PARAMS, state, X), train(PARAMS, state, X))
-
-
 def test_a_loss_scale_is_exported_with_its_policy() -> None:
     pytest.importorskip("flatbuffers", reason="jax.export needs it to serialize")
     scale = LossScale(Tolerant(tolerance=0.3))
@@ -207,19 +192,7 @@ def test_resuming_with_another_policy_without_that_line_names_it() -> None:
 # What is said of a wrong one
 
 
-@pytest.mark.parametrize(
-    "limit", [jnp.float32(1.0), np.float64(1.0), np.array(1.0), jnp.array(1.0, jnp.bfloat16), 1]
-)
-def test_a_limit_may_be_any_number(limit: Any) -> None:
-    params, state = PARAMS, loss_scaled(optax.sgd(0.1), max_norm=1.0).init(PARAMS)
-    ours, theirs = (
-        step(loss, loss_scaled(optax.sgd(0.1), max_norm=number))(params, state, X)[1]
-        for number in (limit, 1.0)
-    )
-    assert identical(ours, theirs)
-
-
-@pytest.mark.parametrize("limit", [float("inf"), jnp.inf, np.float32("inf"), jnp.array(jnp.inf)])
+@pytest.mark.parametrize("limit", [float("inf"), jnp.array(jnp.inf)])
 def test_an_infinite_limit_clips_nothing(limit: Any) -> None:
     state = OPTIMIZER.init(PARAMS)
     ours, theirs = (
@@ -252,13 +225,12 @@ WRONG_GRADIENTS = {
 
 
 @pytest.mark.parametrize("case", WRONG_GRADIENTS)
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_gradient_that_does_not_match_is_named(case: str, compiled: bool) -> None:
+def test_a_gradient_that_does_not_match_is_named(case: str) -> None:
     leaf, message = WRONG_GRADIENTS[case]
     state = OPTIMIZER.init(PARAMS)
     for call in (OPTIMIZER.update, lambda scaled, *args: apply_gradients(OPTIMIZER, scaled, *args)):
         with pytest.raises(UsageError, match=message):
-            (jax.jit(call) if compiled else call)(gradients(w=leaf), state, PARAMS)
+            jax.jit(call)(gradients(w=leaf), state, PARAMS)
     with pytest.raises(UsageError, match=r"gradients have a leaf \['extra'\], and the parameters have none"):
         OPTIMIZER.update(gradients(extra=jnp.ones(2)), state, PARAMS)
 
@@ -283,13 +255,12 @@ WRONG_PARAMETERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_PARAMETERS)
-@pytest.mark.parametrize("compiled", [True, False])
-def test_parameters_that_are_not_those_of_the_state_are_named(case: str, compiled: bool) -> None:
+def test_parameters_that_are_not_those_of_the_state_are_named(case: str) -> None:
     params, message = WRONG_PARAMETERS[case]
     _, state = trained()
     train = step(lambda p, x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(p)) * jnp.mean(x), OPTIMIZER)
     with pytest.raises(UsageError, match=rf"opt_state\.{message}|{message}"):
-        (jax.jit(train) if compiled else train)(params, state, X)
+        jax.jit(train)(params, state, X)
 
 
 def untyped(state: Any, folder: Path) -> Any:
@@ -335,8 +306,15 @@ def test_a_state_without_its_types_is_told_from_others(tmp_path: Path) -> None:
         ASKS["update"](partly)
 
 
-@each_ask
-@pytest.mark.parametrize("name", ["policy_state.scale", "last_scale", "steps", "loss"])
+@pytest.mark.parametrize(
+    ("ask", "name"),
+    [
+        *((ask, "policy_state.scale") for ask in ASKS),
+        ("step", "last_scale"),
+        ("last_step", "steps"),
+        ("update", "loss"),
+    ],
+)
 def test_a_leaf_that_is_none_is_named(ask: str, name: str) -> None:
     _, state = trained()
     policy_state = state.policy_state
@@ -348,7 +326,7 @@ def test_a_leaf_that_is_none_is_named(ask: str, name: str) -> None:
         ASKS[ask](wrong)
 
 
-@pytest.mark.parametrize("ask", ["step", "compiled step", "update", "apply_gradients"])
+@pytest.mark.parametrize("ask", ["compiled step", "update"])
 def test_the_state_of_several_devices_is_refused_by_its_shape(ask: str) -> None:
     _, state = trained()
     several = state._replace(steps=jnp.stack([state.steps] * 2))

@@ -35,24 +35,18 @@ POLICY = Dynamic(init_scale=2.0**10, growth_interval=2)
 RATE = 0.05
 INNER: dict[str, Callable[[], Any]] = {
     "adafactor": lambda: optax.adafactor(RATE),
-    "adam": lambda: optax.adam(optax.cosine_decay_schedule(RATE, 20)),
     "adamw": lambda: optax.adamw(RATE, weight_decay=0.1),
-    "averages": lambda: optax.chain(optax.adam(RATE), optax.ema(0.9)),
     "frozen": lambda: optax.masked(optax.adam(RATE), {"w": True, "b": False}),
     "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(RATE, 0.01, 5)),
     "lion": lambda: optax.lion(RATE),
-    "lookahead of moments": lambda: optax.nadamw(RATE, mu_dtype="bfloat16"),
     "micro-steps": lambda: optax.MultiSteps(optax.adam(RATE), 2),
-    "noise": lambda: optax.noisy_sgd(RATE, key=0),
     "parts": lambda: optax.multi_transform(
         {"fast": optax.adam(RATE), "slow": optax.sgd(RATE, momentum=0.9)}, {"w": "fast", "b": "slow"}
     ),
-    "plateau": lambda: optax.chain(optax.sgd(RATE), optax.contrib.reduce_on_plateau(patience=1)),
-    "rmsprop": lambda: optax.rmsprop(RATE, centered=True, momentum=0.9),
     "schedule-free": lambda: optax.contrib.schedule_free_adamw(RATE, warmup_steps=2),
     "skipping": lambda: optax.apply_if_finite(optax.sgd(RATE), 3),
 }
-REPEATS = ("adamw", "averages", "hyperparameters", "lion", "noise")
+REPEATS = ("adamw", "frozen", "hyperparameters", "lion", "skipping")
 each_inner = pytest.mark.parametrize(
     "inner", [*slow(*REPEATS), *(name for name in INNER if name not in REPEATS)]
 )
@@ -99,21 +93,19 @@ def test_a_skip_leaves_every_bit(inner: str) -> None:
     walk(inner, "float32", whole)
 
 
-@pytest.mark.parametrize("inner", ["adamw", "frozen", "micro-steps", "parts"])
+@pytest.mark.parametrize("inner", ["adamw", "micro-steps"])
 def test_a_skip_leaves_every_bit_where_updates_are_applied_outside(inner: str) -> None:
     walk(inner, "float32", handed)
 
 
-@pytest.mark.parametrize("inner", ["adafactor", "adamw", "averages", "micro-steps", "schedule-free"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("inner", "dtype"), [("adafactor", "float16"), ("adamw", "bfloat16"), ("micro-steps", "bfloat16")]
+)
 def test_short_parameters_are_trained_by_an_optimizer_of_float32(inner: str, dtype: str) -> None:
     walk(inner, dtype, whole)
     optimizer = loss_scaled(INNER[inner]())
     state = jax.eval_shape(optimizer.init, parameters(dtype)).inner_state
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} <= {"float32", "int32", "bool"}
-
-
-CLIPPED = ("adamw", "hyperparameters", "lion", "micro-steps", "parts", "schedule-free")
 
 
 def test_a_state_keeps_the_dtypes_it_was_given() -> None:
@@ -126,7 +118,7 @@ def test_a_state_keeps_the_dtypes_it_was_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inner", "max_norm"), [("adamw", None), ("adamw", 1e6), *[(inner, 0.1) for inner in CLIPPED]]
+    ("inner", "max_norm"), [("adamw", None), ("hyperparameters", 1e6), ("lion", 0.1), ("micro-steps", 0.1)]
 )
 def test_clean_steps_are_those_of_optax(inner: str, max_norm: float | None) -> None:
     plain = INNER[inner]()
@@ -151,7 +143,7 @@ def test_clean_steps_are_those_of_optax(inner: str, max_norm: float | None) -> N
         assert off_by(mine, theirs) < 2e-6
 
 
-@pytest.mark.parametrize("scale", [2.0**-14, 1.0, 2.0**30])
+@pytest.mark.parametrize("scale", [2.0**-14, 2.0**30])
 def test_without_rounding_in_the_optimizer_steps_are_those_of_optax_to_the_last_bit(scale: float) -> None:
     gradients = {
         "a": jnp.array([0.1, -0.3]),
@@ -224,19 +216,6 @@ def test_what_each_step_came_to_is_in_the_state() -> None:
     assert trace[0].scale == 2.0**10
     assert [record.new_scale for record in trace[:4]] == [2.0**10, 2.0**11, 2.0**10, 2.0**10]
     assert all((record.grad_norm is None) == record.skipped for record in trace)
-
-
-def test_a_policy_that_gives_up_skips_on_and_says_so_when_it_is_asked() -> None:
-    policy = Dynamic(min_scale=2.0**15, at_floor="raise")
-    optimizer = loss_scaled(optax.sgd(RATE), policy)
-    params = parameters()
-    state, train = optimizer.init(params), jax.jit(step(loss, optimizer))
-    check_exhausted(state, policy)
-    for x, _ in batches("1110"):
-        _, params, state = train(params, state, x)
-    with pytest.raises(ScaleExhausted, match="gives up") as caught:
-        check_exhausted(state, policy)
-    assert caught.value.overflows == 2
 
 
 GIVES_UP = Dynamic(init_scale=8.0, growth_interval=1, min_scale=4.0, at_floor="raise")

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
@@ -32,7 +31,6 @@ from preamp.jax import (
 
 POLICY = Dynamic(init_scale=2.0**10, growth_interval=2)
 PARAMS = {"w": jnp.ones(3), "b": jnp.ones(2)}
-FACTORS = (1.0, 2.0, np.inf, np.nan, 1.0)
 OURS = loss_scaled(optax.sgd(0.1, momentum=0.5), POLICY)
 KEEP_B = {"w": True, "b": False}
 
@@ -176,39 +174,16 @@ def inner(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_state_that_is_dug_out_by_hand_does_not_help(name: str, compiled: bool) -> None:
+def test_a_state_that_is_dug_out_by_hand_does_not_help(name: str) -> None:
     """The wrapper is refused when it computes with scaled gradients, or else when it calls our update."""
     optimizer, state = wrapped(name)
     params: Any = optax.LookaheadParams.init_synced(PARAMS) if name == "lookahead" else PARAMS
     _, scaled = scaled_value_and_grad(loss)(inner(state), PARAMS, 1.0)
-    update = jax.jit(optimizer.update) if compiled else optimizer.update
     with pytest.raises(UsageError, match="Write loss_scaled around the whole optimizer"):
-        update(scaled, state, params)
+        jax.jit(optimizer.update)(scaled, state, params)
 
 
 def test_a_holder_of_the_state_is_told_apart_from_a_wrapper() -> None:
     train_state = TrainState.create(apply_fn=None, params=PARAMS, tx=OURS)
     with pytest.raises(UsageError, match=r"a TrainState holds.*Write that alone: trainstate\.opt"):
         last_step(train_state)
-
-
-@pytest.mark.parametrize(
-    ("around", "inside"),
-    [
-        ("optax.apply_if_finite", lambda: optax.apply_if_finite(optax.sgd(0.1), 3)),
-        ("optax.masked", lambda: optax.masked(optax.sgd(0.1), KEEP_B)),
-        ("clip in a chain", lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))),
-    ],
-)
-def test_the_line_that_is_named_trains_right(around: str, inside: Callable[[], Any]) -> None:
-    """Ten overflows: the scale is 2**-10 of what it was; then unscaled gradients reach every parameter."""
-    optimizer = loss_scaled(inside(), Dynamic(init_scale=2.0**16))
-    params, state, train = PARAMS, optimizer.init(PARAMS), jax.jit(step(loss, optimizer))
-    for _ in range(10):
-        _, params, state = train(params, state, np.inf)
-    assert float(state.policy_state.scale) == 2.0**6
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, params, PARAMS))
-    _, params, _ = train(params, state, 1.0)
-    assert all(float(jnp.abs(leaf - 1.0).max()) <= 1.0 for leaf in params.values())
-    assert not jnp.array_equal(params["w"], PARAMS["w"])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from preamp import (
@@ -23,10 +24,8 @@ from preamp import (
     Static,
     Tolerant,
 )
-from preamp.checks import to_float32
-from preamp.policy.registry import RULES
 from tests.originals import keras_worker
-from tests.strategies import quietly
+from tests.strategies import RULES, quietly
 
 _draw = random.Random(0)
 SCRIPT = "".join("1" if _draw.random() < (0.1, 0.5, 0.02, 0.0)[step // 100] else "0" for step in range(400))
@@ -55,6 +54,9 @@ OTHERS: list[tuple[type[Policy[Any]], dict[str, Any]]] = [
 ]
 WIDE = {"scale_dtype": "float64", "factor_dtype": "float64"}
 
+# One of each kind, where a framework does not care which.
+SOME = [SETTINGS[4], SETTINGS[9], (Headroom, {})]
+some_policies = pytest.mark.parametrize(("make", "settings"), SOME, ids=[make.__name__ for make, _ in SOME])
 each_policy = pytest.mark.parametrize(
     ("make", "settings"),
     [
@@ -74,7 +76,7 @@ def read(policy: Policy[Any], scale: float, step: int) -> Reading:
     if not policy.needs_peak:
         return Reading(SCRIPT[step] == "0")
     log = 20.0 * math.sin(step / 30.0) - (45.0 if 200 < step < 260 else 0.0) + random.Random(step).gauss(0, 1)
-    peak = to_float32(2.0**log * scale)
+    peak = float(np.float32(2.0**log * scale))
     if SCRIPT[step] == "1" or peak > 65504.0:
         return Reading(False, [math.inf, math.nan, 0.0][step % 3])
     return Reading(True, peak if peak >= 2.0**-24 else 0.0)
@@ -116,16 +118,12 @@ def test_the_script_moves_every_scale_up_and_down() -> None:
 
 
 @each_policy
-@pytest.mark.parametrize("array", [False, True])
-def test_numpy(make: Any, settings: dict[str, Any], array: bool) -> None:
-    import numpy as np
-
+def test_numpy(make: Any, settings: dict[str, Any]) -> None:
     policy = quietly(make, **settings)
-    scalar = (lambda x: np.full((), x, np.float32)) if array else np.float32
-    assert by_hand(policy, scalar, np.bool_, np.where) == on_floats(policy)[1]
+    assert by_hand(policy, np.float32, np.bool_, np.where) == on_floats(policy)[1]
 
 
-@each_policy
+@some_policies
 def test_torch(make: Any, settings: dict[str, Any]) -> None:
     torch = pytest.importorskip("torch")
 
@@ -133,10 +131,8 @@ def test_torch(make: Any, settings: dict[str, Any]) -> None:
     assert by_hand(policy, torch.tensor, torch.tensor, torch.where) == on_floats(policy)[1]
 
 
-@each_policy
+@some_policies
 def test_wide_numpy_and_torch(make: Any, settings: dict[str, Any]) -> None:
-    import numpy as np
-
     torch = pytest.importorskip("torch")
 
     wide = {"compat": {**settings.get("compat", {}), **WIDE}} if issubclass(make, Moving) else {}
@@ -148,8 +144,9 @@ def test_wide_numpy_and_torch(make: Any, settings: dict[str, Any]) -> None:
     )
 
 
-@each_policy
-@pytest.mark.parametrize("weak", [False, True])
+@pytest.mark.parametrize(
+    ("make", "settings", "weak"), [*((*one, False) for one in SETTINGS), (*SETTINGS[4], True)]
+)
 def test_jax_scan_compiles_once(make: Any, settings: dict[str, Any], weak: bool) -> None:
     jax = pytest.importorskip("jax")
     import jax.numpy as jnp
@@ -174,7 +171,7 @@ def test_jax_scan_compiles_once(make: Any, settings: dict[str, Any], weak: bool)
     assert jnp.stack(states, 1).tolist() == on_floats(policy)[1]
 
 
-@each_policy
+@some_policies
 def test_tensorflow_function_traces_once(make: Any, settings: dict[str, Any]) -> None:
     tf = pytest.importorskip("tensorflow")
 
@@ -188,7 +185,7 @@ def test_tensorflow_function_traces_once(make: Any, settings: dict[str, Any]) ->
     assert states == on_floats(policy)[1]
 
 
-@each_policy
+@some_policies
 def test_keras_ops_on_jax(make: Any, settings: dict[str, Any]) -> None:
     readings, states = on_floats(quietly(make, **settings))
     assert keras_worker("jax")("policy", make.__name__, settings, readings) == states

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp import Headroom, PolicyError, Reading
-from preamp.checks import FLOAT32_MAX, FLOAT32_TINY
 from preamp.policy import choose
-from preamp.policy.logarithm import log2_near, two_to
-from tests.strategies import headrooms, quietly
+from tests.strategies import headrooms, log2_near, quietly, two_to
 
 SMALLEST = 2.0**-24  # float16's
+FLOAT32_MAX, FLOAT32_TINY = float(np.finfo("float32").max), 2.0**-126
 QUIET = 1e-3  # skipped steps
+few = settings(deadline=None, max_examples=30)
 
 Draw = Callable[[random.Random], float]
 STATIONARY: dict[str, Draw] = {
@@ -89,13 +89,14 @@ def test_no_lower_than_quiet_takes(draw: str, below: float) -> None:
     assert quiet - below <= statistics.fmean(map(math.log2, scales[50:])) <= quiet + 0.5
 
 
-@pytest.mark.parametrize("distance", [1.0, 5.0, 10.0, 20.0])
+@pytest.mark.parametrize("distance", [1.0, 20.0])
 def test_learns_how_far_above_the_peaks_something_else_overflows(distance: float) -> None:
     run = Run(Headroom()).train(drawn(STATIONARY["narrow"], 10_000), gap=lambda rng: rng.gauss(distance, 0.5))
     assert statistics.fmean(run.skipped[50:]) <= QUIET
     assert sum(run.skipped[:50]) <= 20
 
 
+@few
 @given(st.integers(-10, 30), st.integers(-60, 0), st.integers(0, 99))
 def test_reaches_its_scale_within_thirty_steps(power: int, logarithm: int, seed: int) -> None:
     run = Run(Headroom(init_scale=2.0**power)).train(drawn(lambda rng: rng.gauss(logarithm, 0.3), 100, seed))
@@ -113,6 +114,7 @@ readings = st.builds(
 )
 
 
+@few
 @given(headrooms(), st.lists(readings, max_size=60))
 def test_every_scale_is_a_power_of_two_within_the_bounds(policy: Headroom, script: list[Reading]) -> None:
     state = policy.start()
@@ -123,6 +125,7 @@ def test_every_scale_is_a_power_of_two_within_the_bounds(policy: Headroom, scrip
         assert math.frexp(state.scale)[0] == 0.5 or state.scale in (policy.min_scale, policy.max_scale)
 
 
+@few
 @given(st.lists(readings, max_size=200), st.integers(-40, 4))
 def test_never_stuck_whatever_came_before(script: list[Reading], logarithm: int) -> None:
     policy = Headroom()
@@ -179,7 +182,7 @@ def test_after_an_overflow_it_does_not_return_before_patience_is_over() -> None:
     assert after[65:] == [settled] * 35
 
 
-@pytest.mark.parametrize("every", [2, 3, 7, 50])
+@pytest.mark.parametrize("every", [2, 50])
 def test_overflows_at_any_scale_cost_eight_powers_and_no_more(every: int) -> None:
     peaks = drawn(STATIONARY["narrow"], 3_000)
     usual = statistics.median(Run(Headroom()).train(peaks).scales)
@@ -196,7 +199,7 @@ def test_follows_gradients_over_sixty_powers_of_two(total: int) -> None:
     assert max(room[50:]) <= 8
 
 
-@pytest.mark.parametrize("jump", [20, 50, -20, -50])
+@pytest.mark.parametrize("jump", [50, -50])
 def test_finds_gradients_that_jumped(jump: int) -> None:
     rng = random.Random(0)
     run = Run(Headroom()).train([rng.gauss(-4 + jump * (index >= 300), 0.5) for index in range(600)])

@@ -22,8 +22,7 @@ from preamp import (
     Static,
     Tolerant,
 )
-from preamp.policy.registry import RULES
-from tests.strategies import COMPAT, nested, quietly
+from tests.strategies import COMPAT, RULES, nested, quietly
 
 NOT_A_NUMBER: list[Any] = ["2", None, True, False, 1j, Decimal(2), [2.0], math.nan]
 NOT_POSITIVE: list[Any] = [0, 0.0, -0.0, -1.0, math.inf, -math.inf]
@@ -161,7 +160,7 @@ def test_a_static_scale_that_rounds_is_told_where_it_was_written() -> None:
     assert [warning.filename for warning in told] == [__file__]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(st.integers(1, 30), st.integers(-40, 40))
 def test_powers_of_two_are_not_warned_of(power: int, exponent: int) -> None:
     with warnings.catch_warnings(action="error"):

@@ -67,7 +67,6 @@ ARGUMENTS = {
     "doctor": ["doctor", "odd.bin"],
     "report": ["report", "odd.bin"],
     "simulate": ["simulate", "--trace", "odd.bin"],
-    "convert": ["convert", "odd.bin", "out.json", "--from", "torch", "--to", "jmp"],
     "inspect": ["inspect", "odd.bin:f"],
     "inspect.py": ["inspect", "odd.py:f"],
 }
@@ -75,12 +74,14 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize(
     ("command", "kind"),
-    # As Python, an array of lines of JSON is a program that raises an error of its own.
     [
-        (command, kind)
-        for command in ARGUMENTS
-        for kind in UNREADABLE
-        if kind != "array of lines" or command != "inspect.py"
+        *(("doctor", kind) for kind in UNREADABLE),
+        *(
+            (command, kind)
+            for command in ARGUMENTS
+            for kind in ("empty", "gzip", "zeros")
+            if command != "doctor"
+        ),
     ],
 )
 def test_another_file_is_refused_by_name(

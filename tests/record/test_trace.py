@@ -21,11 +21,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp import Dynamic, Reading, Snapshot, Step, Summary, Trace, TraceError
-from preamp.record.columns import FIELDS
+from preamp import Snapshot, Step, Summary, Trace, TraceError
 from tests.strategies import runs, steps
 
-few = settings(deadline=None, max_examples=40)
+few = settings(deadline=None, max_examples=15)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -254,19 +253,6 @@ def test_a_step_that_cannot_be_is_refused_and_not_written(
     assert list(Trace.read(path)) == [good]
 
 
-@pytest.mark.parametrize("policy", [Dynamic(min_scale=None), Dynamic(max_scale=None)], ids=str)
-def test_scales_that_a_policy_without_bounds_reaches_are_recorded(path: Path, policy: Dynamic) -> None:
-    trace, state = Trace(), policy.start()
-    for index in range(300):
-        finite = policy.min_scale is not None
-        after = policy.step(state._replace(good=state.good * 0 + policy.growth_interval - 1), Reading(finite))
-        trace(Step(index, state.scale, finite, not finite, after.scale))
-        state = after
-    assert trace[-1].scale in (0.0, math.inf)
-    trace.write(path)
-    assert Trace.read(path) == trace
-
-
 def test_a_missing_file_is_the_operating_systems_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Trace.read(tmp_path / "nowhere.jsonl")
@@ -280,12 +266,6 @@ def test_reading_a_file_opens_no_other(tmp_path: Path, key: str) -> None:
     path.write_text(json.dumps({"preamp_trace": 1, key: str(victim)}) + "\n")
     assert Trace.read(path).about == {key: str(victim)}
     assert victim.read_text() == "precious"
-
-
-def test_windows_line_ends_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "dos.jsonl"
-    path.write_bytes((HEAD + line() + line(index=1)).replace("\n", "\r\n").encode())
-    assert [step.index for step in Trace.read(path)] == [0, 1]
 
 
 # Reading it in memory
@@ -377,16 +357,6 @@ def test_scalars_of_any_framework_are_recorded(tmp_path: Path) -> None:
     assert list(Trace.read(tmp_path / "run.jsonl")) == [Step(3, 8.0, True, False, loss=0.5)]
 
 
-@few
-@given(recorded=runs)
-def test_plain_rows_are_recorded_as_steps_are(path: Path, recorded: list[Step]) -> None:
-    with Trace(path=path, mode="replace") as streamed:
-        streamed.extend(map(tuple, recorded))
-    memory = Trace()
-    memory.extend(map(tuple, recorded))
-    assert memory == streamed == Trace(recorded) == Trace.read(path)
-
-
 # Many steps
 
 
@@ -442,7 +412,6 @@ def test_a_disk_that_is_full_from_the_start_ends_no_training() -> None:
 def test_a_field_that_no_step_has_is_refused() -> None:
     with pytest.raises(TraceError, match=r"column\('color'\).*grad_norm"):
         Trace().column("color")
-    assert Step._fields == FIELDS
 
 
 @pytest.mark.parametrize("place", [3, -4])

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import errno
 import math
-import os
 import pickle
 import re
 import resource
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preamp import PreampError, Snapshot, Step, Trace, TraceError
-from preamp.record.trace_ranks import RANK_VARIABLES
+
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def a_step(index: int, **values: Any) -> Step:
@@ -96,7 +95,7 @@ def test_a_second_trace_of_a_process_is_refused(path: Path, mode: Any) -> None:
     assert [step.index for step in Trace.read(path)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("mode", ["new", "append", "replace"])
+@pytest.mark.parametrize("mode", ["append", "replace"])
 def test_a_second_process_is_refused_until_the_first_is_gone(path: Path, mode: Any) -> None:
     with writer(path) as process:
         before = path.read_bytes()
@@ -104,22 +103,16 @@ def test_a_second_process_is_refused_until_the_first_is_gone(path: Path, mode: A
             Trace(path=path, mode=mode)
         message = str(refused.value)
         assert str(path) in message
-        assert f"process {process.pid}" in message or "another process" in message
+        linux = Path("/proc/locks").exists()  # which says who holds a lock
+        assert (f"process {process.pid}," if linux else "another process") in message
         assert "run.{rank}.jsonl" in message
         assert "only_rank=0" in message
         assert path.read_bytes() == before
         process.send_signal(signal.SIGKILL)
         process.wait()
-        if mode != "new":
-            with Trace(path=path, mode=mode) as trace:
-                trace(a_step(9))
-            assert [step.index for step in Trace.read(path)] == ([0, 1, 2, 9] if mode == "append" else [9])
-
-
-@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="only Linux says who holds a lock")
-def test_the_owner_is_named(path: Path) -> None:
-    with writer(path) as process, pytest.raises(TraceError, match=f"process {process.pid},"):
-        Trace(path=path, mode="append")
+        with Trace(path=path, mode=mode) as trace:
+            trace(a_step(9))
+        assert [step.index for step in Trace.read(path)] == ([0, 1, 2, 9] if mode == "append" else [9])
 
 
 def test_the_trace_that_is_being_written_can_be_read_and_is_not_written_over(path: Path) -> None:
@@ -219,20 +212,6 @@ def test_a_copy_of_a_trace_with_a_file_can_be_read_and_raises_if_it_is_called(
     in_memory = to_copy(Trace([a_step(0)]))
     in_memory(a_step(1))
     assert len(in_memory) == 2
-
-
-@pytest.mark.parametrize("to_copy", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copied_scaler_does_not_train_beside_a_file_that_no_longer_grows(path: Path, to_copy: Any) -> None:
-    from preamp.torch import GradScaler
-
-    with Trace(path=path) as trace:
-        scaler = GradScaler("cpu", on_step=trace)
-        for one in (scaler, to_copy(scaler)):
-            train(scaler)
-            assert len(trace) == len(Trace.read(path)) > 0
-            if one is not scaler:
-                with pytest.raises(TraceError, match="copy"):
-                    train(one)
 
 
 def train(scaler: Any, weight: Any = None) -> Any:
@@ -351,23 +330,6 @@ def test_a_failed_close_names_the_file_and_the_next_step_says_that_it_is_closed(
     Trace(path, mode="append").close()  # the lock is gone
 
 
-def test_a_part_of_a_line_that_cannot_be_taken_back_at_once_is_taken_back_later(path: Path) -> None:
-    class Stuck(Unclosable):
-        def truncate(self, size: int) -> None:
-            raise OSError(errno.EIO, "Input/output error")
-
-    with Trace(path) as trace:
-        file = trace._file._file  # type: ignore[union-attr]
-        trace._file._file = Stuck(file)  # type: ignore[union-attr, assignment]
-        with full_disk(path.stat().st_size + 10), pytest.raises(OSError, match=r"run\.jsonl"):
-            trace(a_step(0))
-        with pytest.raises(OSError, match=r"Input/output error: .*run\.jsonl"):
-            trace(a_step(0))
-        trace._file._file = file  # type: ignore[union-attr]
-        trace(a_step(1))
-    assert list(Trace.read(path)) == [a_step(1)]
-
-
 def test_writing_to_a_full_disk_leaves_what_was_there(path: Path) -> None:
     Trace([a_step(0)]).write(path)
     before = path.read_bytes()
@@ -433,15 +395,15 @@ def test_what_is_not_a_step_is_refused(path: Path, unfit: Any) -> None:
 def test_each_rank_writes_a_file_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    for number in range(11):
+    for number in range(3):
         monkeypatch.setenv(name, str(number))
         with Trace(tmp_path / "run.{rank}.jsonl") as trace:
             trace(a_step(0, loss=float(number)))
-    names = [f"run.{number}.jsonl" for number in range(11)]
+    names = [f"run.{number}.jsonl" for number in range(3)]
     assert {one.name for one in tmp_path.iterdir()} == {*names}
     read = Trace.read(tmp_path / "run.{rank}.jsonl")
     assert [Path(one).name for one in read.about["merged"]["files"]] == names
-    assert read[0].loss == pytest.approx(5.0)
+    assert read[0].loss == pytest.approx(1.0)
 
 
 def test_the_only_process_is_rank_0(tmp_path: Path) -> None:
@@ -476,31 +438,6 @@ def test_one_rank_writes_and_the_others_remember(path: Path, monkeypatch: pytest
     assert [step.index for step in Trace.read(path)] == [0]
 
 
-def test_ranks_that_open_one_file_are_told_what_to_write(path: Path) -> None:
-    code = (
-        "import sys; from preamp import Step, Trace\n"
-        "trace = Trace(path=sys.argv[1]); trace(Step(0, 2.0, True, False)); print('open', flush=True)\n"
-        "sys.stdin.read()"
-    )
-    pipes: Any = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
-    command = [sys.executable, "-c", code, str(path)]
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, "RANK": str(number)}, **pipes) for number in range(3)
-    ]
-    deadline = time.monotonic() + 60
-    while sum(one.poll() is not None for one in ranks) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    said = sorted(one.communicate()[0] for one in ranks)
-    assert [one.endswith("open\n") for one in said].count(True) == 1
-    assert sum("run.{rank}.jsonl" in one and "only_rank=0" in one for one in said) == 2
-    assert len(Trace.read(path)) == 1
-
-
 _maybe = st.none() | st.floats(-1e6, 1e6)
 _rank = st.dictionaries(
     st.integers(0, 6),
@@ -514,7 +451,7 @@ _rank = st.dictionaries(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(ranks=st.lists(_rank, min_size=1, max_size=4))
 def test_files_of_ranks_are_read_as_one_run(
     tmp_path_factory: pytest.TempPathFactory, ranks: list[Any]

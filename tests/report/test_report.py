@@ -30,7 +30,6 @@ from preamp.report import (
     write_report,
     zeros_figure,
 )
-from preamp.report.heat import COLORS, MOST_ROWS, heat_table, span_of, zero_share
 
 numbers = st.one_of(st.none(), st.floats())
 scales = st.floats(min_value=0.0, allow_nan=False)
@@ -131,7 +130,7 @@ def test_of_very_many_skipped_steps_those_that_are_close_share_a_mark_and_the_ti
     assert scale_figure(many).count("<use") < 300
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.sets(st.integers(0, 20_000), min_size=1), st.integers(0, 20_000))
 def test_no_skipped_step_is_far_from_a_mark(alone, start):
     """However many others there are, so that a rare one in a quiet part is not left out."""
@@ -199,7 +198,7 @@ def test_a_million_steps_are_reported_within_200_mb(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*replace:UserWarning")  # indices are drawn in any order
 @pytest.mark.parametrize("figure", [loss_figure, zeros_figure, scale_figure])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(trace=traces)
 def test_any_trace_can_be_drawn(figure, trace):
     assert figure([Curve("any", trace)]).startswith("<svg")
@@ -273,7 +272,7 @@ def test_the_bars_stand_where_the_low_dtype_begins_and_ends(scale):
     )
     found = bars(heat_figure(seen, "flow"), "flow")
     for place, at in enumerate((scale, seen.best_scale())):
-        span = span_of(BANDS["float16"], at)
+        span = heat.span_of(BANDS["float16"], at)
         assert found[place, "loses-digits"][0] == span.smallest == -25 - np.log2(at)
         assert found[place, "loses-digits"][1] == found[place, "kept"][0] == span.normal == -14 - np.log2(at)
         assert found[place, "kept"][1] <= span.end == 16 - np.log2(at)
@@ -289,20 +288,20 @@ def test_cells_have_the_colour_of_what_becomes_of_their_values():
     zero, middle, infinite = (image[..., :3] for image in images)
     assert [image.shape[:2] for image in (zero, infinite)] == [(3, 1)] * 2
     for name, cells in (("zero", zero), ("overflows", infinite)):
-        assert np.allclose(cells, to_rgb(COLORS[name]), atol=0.01)
+        assert np.allclose(cells, to_rgb(heat.COLORS[name]), atol=0.01)
     first = next(n for n in range(middle.shape[1]) if middle[0, n].min() < 1)
     drawn = {n - first for n in range(middle.shape[1]) if middle[0, n].min() < 1}
     assert drawn == {0, 10, 20}
     strongest = [middle[0, first + n] for n in (0, 10, 20)]
     for cell, name in zip(strongest, ("zero", "loses digits", "kept"), strict=True):
-        paint = 1 - np.array(to_rgb(COLORS[name]))
+        paint = 1 - np.array(to_rgb(heat.COLORS[name]))
         assert np.allclose((1 - cell) / (1 - cell).max(), paint / paint.max(), atol=0.03)
 
 
 def test_the_numbers_of_a_heat_map_are_those_of_the_snapshot():
     seen = snapshot()
     rows = {row.name: seen.fit(row) for row in seen.rows if row.what == "flow"}
-    table = heat_table(seen, "flow")
+    table = heat.heat_table(seen, "flow")
     assert [row["module"] for row in table] == ["body.0", "body.1", "body.2"]
     assert table[0] == {
         "module": "body.0",
@@ -311,7 +310,7 @@ def test_the_numbers_of_a_heat_map_are_those_of_the_snapshot():
         "loses digits": "11 %",
         "headroom": "24 powers",
     }
-    assert zero_share(rows["body.0"]) == pytest.approx(0.45)
+    assert heat.zero_share(rows["body.0"]) == pytest.approx(0.45)
     svg = heat_figure(seen, "flow")
     assert svg.count(">45 %</text>") == 3
     assert "45 % is zero or rounds to it" in svg
@@ -335,15 +334,15 @@ def test_no_text_of_a_heat_map_is_cut_off(what, monkeypatch):
 
 
 def test_of_many_modules_the_worst_are_drawn_and_the_figure_says_so():
-    seen = snapshot(modules=2 * MOST_ROWS)
+    seen = snapshot(modules=2 * heat.MOST_ROWS)
     svg = heat_figure(seen, "gradient")
-    assert f"the worst {MOST_ROWS} of {2 * MOST_ROWS}" in svg
-    names = [row["module"] for row in heat_table(seen, "gradient")]
-    assert names == [f"body.{n}" for n in range(2 * MOST_ROWS) if f"body.{n}" in names]
-    assert len(names) == MOST_ROWS
+    assert f"the worst {heat.MOST_ROWS} of {2 * heat.MOST_ROWS}" in svg
+    names = [row["module"] for row in heat.heat_table(seen, "gradient")]
+    assert names == [f"body.{n}" for n in range(2 * heat.MOST_ROWS) if f"body.{n}" in names]
+    assert len(names) == heat.MOST_ROWS
     kept, all_rows = (
         set(names),
-        {row.name: zero_share(seen.fit(row)) for row in seen.rows if row.what == "gradient"},
+        {row.name: heat.zero_share(seen.fit(row)) for row in seen.rows if row.what == "gradient"},
     )
     assert min(all_rows[name] for name in kept) >= max(all_rows[name] for name in all_rows.keys() - kept)
 
@@ -386,7 +385,7 @@ def test_the_page_shows_all_parts_of_the_latest_snapshot(tmp_path):
         trace.add_snapshot(whole._replace(rows=tuple(row for row in whole.rows if row.what == what)))
     text = page(tmp_path, curves=[Curve("seen", trace)])
     for kind in ("flow", "gradient", "activation"):
-        for row in heat_table(whole, kind):
+        for row in heat.heat_table(whole, kind):
             assert f'<td data-label="rounds to zero">{row["rounds to zero"]}</td>' in text
     assert text.count('<td data-label="module">body.2</td>') == 3
 
@@ -403,6 +402,6 @@ def test_the_page_shows_what_a_lens_has_seen_with_its_numbers(tmp_path):
     assert text.count("<svg") == 4
     assert "<b>seen.</b> At 2¹⁰, 5.0 % of the gradient entries are exactly zero" in text
     for kind in ("flow", "gradient", "activation"):
-        for row in heat_table(trace.snapshots[-1], kind):
+        for row in heat.heat_table(trace.snapshots[-1], kind):
             assert f'<td data-label="rounds to zero">{row["rounds to zero"]}</td>' in text
     assert text.count('<td data-label="module">body.2</td>') == 3

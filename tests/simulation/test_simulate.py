@@ -13,7 +13,7 @@ from preamp.policy import choose
 from tests.seeing import Remembering
 from tests.strategies import blind, play, scripts
 
-moderate = settings(deadline=None, max_examples=60)
+moderate = settings(deadline=None, max_examples=25)
 stingy = Dynamic(init_scale=4.0, min_scale=1.0, at_floor="raise")
 
 

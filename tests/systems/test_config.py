@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from preamp import ConfigError, Dynamic, Static, Tolerant, dialects
 from preamp.systems.deepspeed_config import Settings, load
-from preamp.systems.deepspeed_config.keys import AUTOCAST, BF16, FP16, REMOVED, TOP
+from preamp.systems.deepspeed_config.keys import AUTOCAST, BF16, FP16, HOMES, REMOVED, TOP
 from tests import originals
 from tests.strategies import COMPAT, dynamics, play, scripts
+
+__all__ = ["HOMES", "refusal"]
 
 DOCUMENT = """
 {
@@ -67,6 +69,7 @@ def some(**keys: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=keys)
 
 
+few = settings(max_examples=25, deadline=None)
 flags = st.booleans()
 counts = st.integers(1, 10**6)
 fp16_sections = some(
@@ -103,7 +106,7 @@ configs = st.tuples(precisions, others).map(lambda parts: parts[0] | parts[1])
 # Beside the installed DeepSpeed
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(section=fp16_sections, script=scripts)
 def test_fp16_means_what_it_means_to_the_installed_deepspeed(section, script):
     read, theirs = load({"fp16": section}), precision_config().DeepSpeedFP16Config(**section)
@@ -118,7 +121,7 @@ def test_fp16_means_what_it_means_to_the_installed_deepspeed(section, script):
     assert [state.scale for state in states] == scales[: None if gave_up is None else -1]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(config=configs)
 def test_the_way_back_is_accepted_and_means_the_same(config):
     read = load(config)
@@ -248,6 +251,7 @@ def test_the_documents_example_is_translated_for_deepspeed(tmp_path):
 # Both vocabularies
 
 
+@few
 @given(config=configs, data=st.data())
 def test_other_names_mean_the_same(config, data):
     renamed = copy.deepcopy(config)
@@ -292,6 +296,7 @@ def test_the_first_scale_can_be_given_as_a_number():
 noise = st.sampled_from(["", " ", "\n", '// it\'s "odd", {[\n', '/* a, } * / \n "b */', "# x: [1,\n", "\t"])
 
 
+@few
 @given(config=configs, data=st.data())
 def test_comments_and_last_commas_change_nothing(tmp_path_factory, config, data):
     pieces = re.findall(r'"[^"]*"|[\[\]{},:]|[^\[\]{},:"\s]+', json.dumps(config))
@@ -342,6 +347,7 @@ def test_a_hostile_file_is_one_clear_error(tmp_path, text, words):
     assert words in refusal(str(write(tmp_path, text)))
 
 
+@few
 @given(text=st.binary() | st.text(alphabet='{}[]",:/*#\n 1te-').map(str.encode))
 def test_any_file_is_read_or_refused(tmp_path_factory, text):
     path = write(tmp_path_factory.getbasetemp(), text)
@@ -360,6 +366,7 @@ def test_a_byte_order_mark_is_no_part_of_a_configuration(tmp_path):
 # Settings
 
 
+@few
 @given(config=configs)
 def test_settings_are_of_their_own(config):
     before, config = config, copy.deepcopy(config)
@@ -406,6 +413,7 @@ def test_autocast_takes_the_rule_of_fp16_or_torchs():
     assert (bf16.precision, bf16.policy, bf16.autocast) == ("bfloat16", Static(1.0), True)
 
 
+@few
 @example(policy=replace(dialects.DEEPSPEED.policy, init_scale=2.0**200))
 @given(
     policy=dynamics()

@@ -12,6 +12,7 @@ import math
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,8 +48,8 @@ DEEPSPEED = [
         "raise_error_at_min_scale": raises,
     }
     for (init_scale, min_scale), hysteresis, scale_window, consecutive, raises in product(
-        [(2.0**16, 1.0), (2.0**70, 0.25), (1000.0, 100.0), (1.0, 4.0)],
-        [1, 2, 3, 4],
+        [(2.0**16, 1.0), (1000.0, 100.0), (1.0, 4.0)],
+        [1, 3],
         [1, 3],
         [False, True],
         [False, True],
@@ -132,7 +133,7 @@ def recollect(peer: Peer) -> list[tuple[Arguments, str, Scales]]:
 
 
 @each_peer
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(st.data(), st.text("01", max_size=40))
 def test_no_script_that_hypothesis_finds_tells_them_apart(peer: Peer, data: Any, script: str) -> None:
     arguments = data.draw(st.sampled_from(peer.settings))
@@ -169,8 +170,8 @@ def test_every_scale_is_the_recorded_one(dialect: str) -> None:
 # The comparisons notice
 
 
-def mutants(policy: Any) -> Iterator[tuple[str, Any]]:
-    """Change one setting of a policy at a time, as little as matters."""
+def mutants(policy: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield each setting of a policy, and what makes it with that setting changed as little as matters."""
     changes: dict[str, Callable[[Any], Any]] = {
         "init_scale": lambda x: x * 1.5,
         "growth_factor": lambda x: x * (1 + 2.0**-20),
@@ -198,7 +199,7 @@ def mutants(policy: Any) -> Iterator[tuple[str, Any]]:
     for name, change in changes.items():
         value = getattr(policy.compat if name in COMPAT else policy, name, None)
         if not same.get(name) and (value is not None or name in optional):
-            yield name, replace_quietly(policy, **{"bounds": "moves", name: change(value)})
+            yield name, partial(replace_quietly, policy, **{"bounds": "moves", name: change(value)})
 
 
 def unnoticed(make: Callable[..., Any], cases: list[tuple[Arguments, str, Scales]]) -> set[str]:
@@ -207,7 +208,7 @@ def unnoticed(make: Callable[..., Any], cases: list[tuple[Arguments, str, Scales
     for arguments, script, theirs in cases:
         for name, mutant in mutants(make(**arguments)):
             seen.add(name)
-            if name not in noticed and walked(mutant, script) != theirs:
+            if name not in noticed and walked(mutant(), script) != theirs:
                 noticed.add(name)
     return seen - noticed
 

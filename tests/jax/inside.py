@@ -1,0 +1,25 @@
+"""What tests of this folder take from inside of preamp: no page of docs/api shows it."""
+
+from __future__ import annotations
+
+from preamp.arrays import jax as arrays
+from preamp.jax.autocasting.rounding import rounded
+from preamp.jax.autocasting.transform import region
+from preamp.jax.blaming import step as steps
+from preamp.jax.blaming.operations import Operation
+from preamp.jax.blaming.rows import key_of, owners_of
+from preamp.jax.blaming.tape import Tape, Variable
+from preamp.jax.scaling.model_state import keep_on_skip
+
+__all__ = [
+    "Operation",
+    "Tape",
+    "Variable",
+    "arrays",
+    "keep_on_skip",
+    "key_of",
+    "owners_of",
+    "region",
+    "rounded",
+    "steps",
+]
