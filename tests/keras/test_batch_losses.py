@@ -77,7 +77,7 @@ def test_a_loss_is_that_of_its_batch(jit_compile: bool, run_eagerly: bool, is_we
         assert trace[-1].loss == model.optimizer.last_step.loss
 
 
-@each_backend
+@with_jax
 @pytest.mark.parametrize("bad", [math.nan, math.inf] if BACKEND == "torch" else [math.inf])
 def test_a_loss_that_is_not_finite_is_recorded(bad: float) -> None:
     """The sum of the epoch does not recover from it. The next epoch has a new one."""

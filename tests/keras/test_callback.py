@@ -135,7 +135,7 @@ def test_tensorboard_shows_the_scale(tmp_path: Path) -> None:
 GIVES_UP = Dynamic(init_scale=4.0, min_scale=2.0, at_floor="raise", growth_interval=100)
 
 
-@each_backend
+@with_jax
 @usual
 def test_a_policy_that_gives_up_ends_fit(jit_compile: bool, tmp_path: Path) -> None:
     model = model_of(LossScaleOptimizer(adam(), policy=GIVES_UP), jit_compile=jit_compile)

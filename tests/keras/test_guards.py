@@ -144,7 +144,7 @@ def test_steps_that_were_taken_between_the_recorded_ones_count() -> None:
     assert all(step.skipped for step in callback.trace if step.index % 2)
 
 
-@pytest.mark.parametrize("watch", [pytest.param("both", marks=each_backend), "loss", "grad_norm"])
+@pytest.mark.parametrize("watch", [pytest.param("both", marks=with_jax), "loss", "grad_norm"])
 def test_fit_skips_the_spike(watch: str) -> None:
     model = model_of(SpikeGuard(warmup=8, watch=watch), jit_compile=IN_FIT)
     callback = TraceCallback()

@@ -29,7 +29,7 @@ EXACT = {
 FLOOR, CEILING = 2.0**-14, 2.0**32
 
 scripts = st.text("01", min_size=1, max_size=24)
-few = settings(deadline=None, max_examples=15)
+few = settings(deadline=None, max_examples=10)
 
 
 def momentum() -> Any:
