@@ -18,7 +18,7 @@ from tests.strategies import headrooms, log2_near, quietly, two_to
 SMALLEST = 2.0**-24  # float16's
 FLOAT32_MAX, FLOAT32_TINY = float(np.finfo("float32").max), 2.0**-126
 QUIET = 1e-3  # skipped steps
-few = settings(deadline=None, max_examples=30)
+many = settings(deadline=None, max_examples=100)
 
 Draw = Callable[[random.Random], float]
 STATIONARY: dict[str, Draw] = {
@@ -96,7 +96,7 @@ def test_learns_how_far_above_the_peaks_something_else_overflows(distance: float
     assert sum(run.skipped[:50]) <= 20
 
 
-@few
+@many
 @given(st.integers(-10, 30), st.integers(-60, 0), st.integers(0, 99))
 def test_reaches_its_scale_within_thirty_steps(power: int, logarithm: int, seed: int) -> None:
     run = Run(Headroom(init_scale=2.0**power)).train(drawn(lambda rng: rng.gauss(logarithm, 0.3), 100, seed))
@@ -114,7 +114,7 @@ readings = st.builds(
 )
 
 
-@few
+@many
 @given(headrooms(), st.lists(readings, max_size=60))
 def test_every_scale_is_a_power_of_two_within_the_bounds(policy: Headroom, script: list[Reading]) -> None:
     state = policy.start()
@@ -125,7 +125,7 @@ def test_every_scale_is_a_power_of_two_within_the_bounds(policy: Headroom, scrip
         assert math.frexp(state.scale)[0] == 0.5 or state.scale in (policy.min_scale, policy.max_scale)
 
 
-@few
+@many
 @given(st.lists(readings, max_size=200), st.integers(-40, 4))
 def test_never_stuck_whatever_came_before(script: list[Reading], logarithm: int) -> None:
     policy = Headroom()

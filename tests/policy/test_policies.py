@@ -48,8 +48,8 @@ FLOORED = {"bounds": "strict", "min_scale": 1.0, "max_scale": None}
 EXACT = {"growth_factor": 2.0, "backoff_factor": 0.5, "backoff_divisor": None}
 UNBOUNDED = {"min_scale": None, "max_scale": None, "at_floor": "hold", "bounds": "strict"}
 
-no_deadline = settings(deadline=None, max_examples=35)
-moderate = settings(deadline=None, max_examples=20)
+no_deadline = settings(deadline=None, max_examples=100)
+moderate = settings(deadline=None, max_examples=40)
 
 
 # What the scale does
