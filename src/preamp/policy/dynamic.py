@@ -72,7 +72,7 @@ class Dynamic(Moving[State]):
         return State(scale, 0.0, state.bad + 1.0)
 
     def _backs_off(self, state: State) -> Scalar:
-        return state.bad + 1.0 >= self.hysteresis
+        return state.bad >= self.hysteresis - 1.0
 
     def overflows_left(self, state: State) -> int:
         """Return how many more overflows, without a reset of their count, make the scale back off."""
