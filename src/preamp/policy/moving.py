@@ -139,29 +139,23 @@ class Moving(Policy[S]):
         return grows, grown, where(grows, uncounted, good)
 
     def _up(self, scale: Scalar, where: Where) -> Scalar:
-        """Return the scale after a growth."""
-        up = self._stored(scale * self.growth_factor)
-        if self.max_scale is None:
+        """Return the scale after a growth. With strict bounds, one that was set above the ceiling stays."""
+        up, ceiling = self._stored(scale * self.growth_factor), self.max_scale
+        if ceiling is None:
             return up
         if self.compat.at_ceiling == "refuse":
-            return where(up > self.max_scale, scale, up)
-        return where(
-            up > self.max_scale, self._inside(scale, scale > self.max_scale, self.max_scale, where), up
-        )
+            return where(up > ceiling, scale, up)
+        end = where(scale > ceiling, scale, ceiling) if self.compat.bounds == "strict" else ceiling
+        return where(up > ceiling, end, up)
 
     def _down(self, scale: Scalar, where: Where) -> Scalar:
-        """Return the scale after a backoff."""
-        divisor = self.compat.backoff_divisor
+        """Return the scale after a backoff. With strict bounds, one that was set below the floor stays."""
+        divisor, floor = self.compat.backoff_divisor, self.min_scale
         down = self._stored(scale / divisor if divisor else scale * self.backoff_factor)
-        if self.min_scale is None:
+        if floor is None:
             return down
-        return where(
-            down < self.min_scale, self._inside(scale, scale < self.min_scale, self.min_scale, where), down
-        )
-
-    def _inside(self, scale: Scalar, is_outside: Scalar, bound: float, where: Where) -> Scalar:
-        """Return the bound. With strict bounds, a scale that was set outside of them stays where it is."""
-        return where(is_outside, scale, bound) if self.compat.bounds == "strict" else bound
+        end = where(scale < floor, scale, floor) if self.compat.bounds == "strict" else floor
+        return where(down < floor, end, down)
 
     def _stored(self, scale: Scalar) -> Scalar:
         """Round a Python float to float32. Arrays already have the dtype in which they are stored."""
