@@ -133,3 +133,14 @@ def test_a_scaler_goes_on_after_a_step_without_gradients() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert weight.tolist() == [0.5] * 3
+
+
+def test_an_overflow_after_a_failed_step_is_seen_by_unscale() -> None:
+    run = Run()
+    run.backward()
+    run.try_step(fails=True)
+    run.scaler.scale(run.weight.sum() * math.inf).backward()
+    run.scaler.unscale_(run.optimizer)
+    run.scaler.update()
+    assert run.scaler.last_step.skipped
+    assert run.scaler.get_scale() < 2.0**10

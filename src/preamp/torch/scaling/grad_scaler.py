@@ -1222,6 +1222,7 @@ class GradScaler(torch.amp.GradScaler):
         elif agree:
             flags, stats = self._meter.flags(flags, meshes, found_inf.device, stats)
         state.found_inf_per_device, state.stage = flags, OptState.UNSCALED
+        state.measured = None  # in a step that failed, of gradients that may have been added to
         state.stats = None if stats is None else stats._replace(each=None)  # peaks of scaled gradients
 
     @torch.no_grad()
