@@ -128,11 +128,9 @@ def peak(gradients: Sequence[Gradient | None]) -> tf.Tensor:
         peaks = strategy.extended.call_for_each_replica(lambda own: measured(own)[None], args=(gradients,))
         return tf.reduce_max(strategy.gather(peaks, axis=0))
     replica, largest = tf.distribute.get_replica_context(), measured(gradients)
-    return (
-        largest
-        if replica.num_replicas_in_sync == 1
-        else tf.reduce_max(replica.all_gather(largest[None], axis=0))
-    )
+    if replica.num_replicas_in_sync == 1:
+        return largest
+    return tf.reduce_max(replica.all_gather(largest[None], axis=0))
 
 
 def read(scalars: Sequence[tf.Tensor]) -> list[float]:

@@ -97,7 +97,7 @@ def _update_or_skip(
     scaler: ScalerVariables[Any], measured: dict[str, tf.Tensor], update: Callable[[], None]
 ) -> None:
     """Advance inside each branch, where `finite` is constant, so that half of the rule drops out."""
-    read = scaler.measured(**{"peak": None, "loss": None, **measured})
+    read = scaler.measured(**measured)
     judged = scaler.judge(read, _where)
 
     def take() -> tf.Tensor:

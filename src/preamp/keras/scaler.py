@@ -155,7 +155,9 @@ class ScalerVariables(Generic[S]):
         self._skips = None if guard is None else SkipsInARow(guard)
         self._is_compiled = False
 
-    def measured(self, finite: T | bool, grad_norm: T, peak: T | None, loss: T | None) -> Measured[Any]:
+    def measured(
+        self, finite: T | bool, grad_norm: T, peak: T | None = None, loss: T | None = None
+    ) -> Measured[Any]:
         """Return what was measured in a step of a program that is being compiled.
 
         Args:
