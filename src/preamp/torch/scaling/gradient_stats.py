@@ -347,9 +347,9 @@ def measured_of(steps: Sequence[MeasuredGradients], policy: Policy[Any]) -> Meas
     peaks = [step.stats.peak for step in steps if step.stats is not None and step.stats.peak is not None]
     if len(peaks) < len(steps):
         raise PolicyError(
-            f"{policy!r} needs the peak of the gradients, but other code has checked them and reports "
-            "only whether they are finite. Write scaler.unscale_(optimizer) or scaler.step(optimizer) as they "
-            "are in GradScaler, or policy=Dynamic(), which needs no more."
+            f"{policy!r} needs the peak of the gradients, but other code has checked them and reports only "
+            "whether they are finite. Write scaler.unscale_(optimizer) or scaler.step(optimizer) as they are "
+            "in GradScaler, or policy=Dynamic(), which needs no more."
         )
     return Measured(finite, steps[0].scale, norm, reduce(_larger, peaks))
 
