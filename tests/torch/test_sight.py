@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.amp.grad_scaler import OptState
 
@@ -66,7 +66,7 @@ class Training:
 
 
 @pytest.mark.filterwarnings("ignore:eps=1e-08 of AdamW:UserWarning")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     steps=st.lists(steps, min_size=1, max_size=3),
     unscale=st.booleans(),
