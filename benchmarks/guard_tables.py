@@ -8,22 +8,75 @@ SpikeGuard's constants were chosen on seeds 1000 to 1005.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing import get_context
+from random import Random
 from typing import Any, NamedTuple
 
-from preamp import Static, guards, processes, simulate
+from preamp import Reading, Static, guards, processes, simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlateauLoss(processes.Losses):
+    """Little noise; a step is higher with chance `rate`, as for a longer or rarer text."""
+
+    noise: float = 0.003
+    rate: float = 0.02
+
+    def disturbed(self, step: int, reading: Reading, rng: Random) -> Reading:
+        is_higher, share = rng.random() < self.rate, rng.uniform(1.02, 1.06)
+        if not is_higher:
+            return reading
+        return Reading(True, loss=share * reading.loss, grad_norm=1.5 * reading.grad_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShiftingLoss(processes.Losses):
+    """In every second stretch of `every` steps the loss is `shift` times as high, the norm `shift**2`."""
+
+    shift: float = 1.15
+    every: int = 500
+
+    def level(self, step: int) -> float:
+        return self.loss * (self.shift if step // self.every % 2 else 1.0)
+
+    def norm_level(self, step: int) -> float:
+        return self.shift**2 if step // self.every % 2 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeavyTailedNorms(processes.Losses):
+    """The norms have a power law: P(norm > x) = x**-tail for x >= 1."""
+
+    tail: float = 4.0
+
+    def norm_excess(self, rng: Random) -> float:
+        return rng.expovariate(1.0) / self.tail
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideningLoss(processes.Losses):
+    """The noise of the loss grows by `factor` and shrinks again, in `period` steps."""
+
+    factor: float = 5.0
+    period: float = 1000.0
+
+    def width(self, step: int) -> float:
+        return float(self.noise * self.factor ** math.sin(math.pi * step / self.period) ** 2)
+
 
 PROCESSES: dict[str, type[processes.Losses]] = {
     "resting": processes.RestingLoss,
     "falling": processes.FallingLoss,
-    "plateau": processes.PlateauLoss,
+    "plateau": PlateauLoss,
     "runs of six": processes.SpikeRuns,
-    "shifts": processes.ShiftingLoss,
+    "shifts": ShiftingLoss,
     "NaN": processes.NaNLoss,
-    "heavy tails": processes.HeavyTailedNorms,
-    "widening": processes.WideningLoss,
+    "heavy tails": HeavyTailedNorms,
+    "widening": WideningLoss,
 }
 GUARDS: dict[str, guards.Guard[Any]] = {
     "SpikeGuard()": guards.SpikeGuard(),

@@ -180,11 +180,7 @@ def test_a_precision_that_fails_is_a_row(check):
     ("arguments", "problem"),
     [
         (["--model", "train.py:step2"], "train.py has no function 'step2'"),
-        (["--model", "train"], "'train' does not name a function. Write MODULE:FUNCTION"),
-        (
-            ["--model", "train.py:several"],
-            "train.py:several returned a Tensor. Write a function that",
-        ),
+        (["--model", "train.py:several"], "train.py:several returned a Tensor. Write a function that"),
         (
             ["--model", "train.py:fails"],
             "train.py:fails fails in float32, without autocast: KeyError: 'data'.",
@@ -193,15 +189,9 @@ def test_a_precision_that_fails_is_a_row(check):
             ["--model", "train.py:no_file"],
             "FileNotFoundError: [Errno 2] No such file or directory: 'absent.txt'. Relative paths start in /",
         ),
-        (["--model", "train.py::step"], "'train.py::step' has two colons. Write train.py:step."),
         (
             ["--model", "broken.py:step"],
             "broken.py cannot be imported: ModuleNotFoundError: No module named 'absent_module'. Install",
-        ),
-        (
-            ["--model", "package/relative.py:step"],
-            "package/relative.py has relative imports, so it has to be imported as part of its package. "
-            "Write package.relative:step.",
         ),
         (
             ["--model", "train.py:step", "--calls", "1.5"],
@@ -213,8 +203,6 @@ def test_a_precision_that_fails_is_a_row(check):
 def test_what_cannot_be_run_is_refused_before_the_machine_is_measured(arguments, problem, check, monkeypatch):
     monkeypatch.setattr("preamp.torch.check", lambda devices: pytest.fail("measured"))
     Path("broken.py").write_text("import absent_module")
-    Path("package").mkdir()
-    Path("package/relative.py").write_text("from . import other\ndef step(): pass")
     done = check(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert problem in done.stderr

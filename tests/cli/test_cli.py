@@ -170,7 +170,7 @@ def test_a_policy_that_gives_up_ends_its_run_with_a_word(here, tmp_path):
         (["train", "--epochs", "0"], "--epochs"),
         (["train", "--seeds", "x"], "--seeds"),
         (["train", "--framework", "abacus"], "abacus"),
-        (["train", "--precision", "float8"], "float8"),
+        (["train", "--precision", "fp16"], 'Choose from: "float32", "float16", "bfloat16", "all"'),
         (["train", "--dialect", "tork"], "torch"),
         (["train", "--dialect", "torch", "--policy.scale", "8"], "both"),
         (
@@ -503,14 +503,14 @@ def decide():
 """
 
 
-def test_inspect_traces_a_function_of_jax(tmp_path):
+def test_inspect_traces_a_function_of_jax(here, tmp_path):
     (tmp_path / "train.py").write_text(JAX_SCRIPT)
     line = 1 + JAX_SCRIPT.splitlines().index("        return jnp.exp(weight[:2] @ weight)")
     for arguments, dtypes in (
         ((), "f32 → bf16"),
         (("--dtype", "float8_e5m2", "--emulate"), "f32 → e5m2 emulated"),
     ):
-        done = preamp("inspect", "train.py:step", "--framework", "jax", *arguments, cwd=tmp_path)
+        done = here("inspect", "train.py:step", "--framework", "jax", *arguments)
         assert done.returncode == 0, done.stderr
         assert re.search(rf"dot_general +layer +train.py:{line} +1 +{dtypes}", done.stdout)
         assert max(map(len, done.stdout.splitlines())) <= 80
@@ -528,17 +528,12 @@ def test_inspect_traces_a_function_of_jax(tmp_path):
         (["train.py:other"], "train.py has no function 'other'"),
     ],
 )
-def test_inspect_says_what_is_wrong_with_a_function_of_jax(arguments, problem, tmp_path):
+def test_inspect_says_what_is_wrong_with_a_function_of_jax(arguments, problem, here, tmp_path):
     (tmp_path / "train.py").write_text(JAX_SCRIPT)
-    done = preamp("inspect", *arguments, "--framework", "jax", cwd=tmp_path)
+    done = here("inspect", *arguments, "--framework", "jax")
     assert (done.returncode, done.stdout) == (2, "")
     assert problem in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def test_a_precision_that_does_not_exist_is_answered_with_the_choices(capsys):
-    assert run_here(["train", "--precision", "fp16"]) == 2
-    assert 'Choose from: "float32", "float16", "bfloat16", "all"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["doctor", "report"])

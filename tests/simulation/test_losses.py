@@ -13,12 +13,8 @@ from preamp.simulation.processes import Losses, SpikeOutcome
 KINDS: list[type[Losses]] = [
     processes.RestingLoss,
     processes.FallingLoss,
-    processes.PlateauLoss,
     processes.SpikeRuns,
-    processes.ShiftingLoss,
     processes.NaNLoss,
-    processes.HeavyTailedNorms,
-    processes.WideningLoss,
 ]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 ALWAYS = guards.NormLimit(1e-30)  # skips everything
@@ -76,13 +72,6 @@ def test_runs_have_their_length() -> None:
     assert {step + 6 for step in starts}.isdisjoint(process.planted)
 
 
-def test_a_shift_stays() -> None:
-    readings = [*processes.ShiftingLoss(steps=1000, chance=0.0, noise=0.0, jitter=0.0, shift=2.0)]
-    assert {reading.loss for reading in readings[:500]} == {2.5}
-    assert {reading.loss for reading in readings[500:]} == {5.0}
-    assert {reading.grad_norm for reading in readings[500:]} == {4.0}
-
-
 def test_nan_comes_with_an_overflow() -> None:
     process = processes.NaNLoss(steps=3000, rate=0.01)
     broken = [reading for reading in process if math.isnan(reading.loss)]
@@ -133,14 +122,8 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], said:
     [
         (lambda: processes.FallingLoss(time=0.0), "time=0.0"),
         (lambda: processes.FallingLoss(fall=0.0), "fall=0.0"),
-        (lambda: processes.PlateauLoss(rate=2.0), "rate=2.0"),
         (lambda: processes.SpikeRuns(length=0), "length=0"),
-        (lambda: processes.ShiftingLoss(shift=0.0), "shift=0.0"),
-        (lambda: processes.ShiftingLoss(every=0), "every=0"),
         (lambda: processes.NaNLoss(rate=-1.0), "rate=-1.0"),
-        (lambda: processes.HeavyTailedNorms(tail=0.0), "tail=0.0"),
-        (lambda: processes.WideningLoss(factor=0.0), "factor=0.0"),
-        (lambda: processes.WideningLoss(period=0.0), "period=0.0"),
     ],
 )
 def test_settings_of_one_process_are_refused(make: Any, said: str) -> None:

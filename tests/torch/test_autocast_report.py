@@ -519,10 +519,14 @@ def test_inspect_says_why_no_operator_ran(here, name, problem, tmp_path):
         ("other:step", "no module 'other'"),
         ("train.py:stop", "Write one of those that it has: step"),
         ("train.py:limit", "has no function 'limit'"),
+        ("train.py::step", "'train.py::step' has two colons. Write train.py:step."),
+        ("package/relative.py:step", "as part of its package. Write package.relative:step."),
     ],
 )
 def test_inspect_says_what_is_wrong_with_a_target(here, target, problem, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/relative.py").write_text("from . import other\ndef step(): pass")
     done = here("inspect", target)
     assert (done.returncode, done.stdout) == (2, "")
     assert problem in done.stderr

@@ -22,18 +22,14 @@ from preamp.simulation.processes import (
     Drifting,
     FallingLoss,
     HeavyTailed,
-    HeavyTailedNorms,
     Losses,
     NaNLoss,
-    PlateauLoss,
     Process,
     Recorded,
     RestingLoss,
-    ShiftingLoss,
     SpikeRuns,
     Spiky,
     Stationary,
-    WideningLoss,
     longest_skipped_run,
 )
 from preamp.simulation.simulate import simulate
@@ -48,23 +44,15 @@ PROCESSES: dict[str, type[Drawn]] = {
 LossesName: TypeAlias = Literal[
     "resting-loss",
     "falling-loss",
-    "plateau-loss",
     "spike-runs",
-    "shifting-loss",
     "nan-loss",
-    "heavy-tailed-norms",
-    "widening-loss",
 ]
 SomeName: TypeAlias = Literal[ProcessName, LossesName]
 LOSSES: dict[str, type[Losses]] = {
     "resting-loss": RestingLoss,
     "falling-loss": FallingLoss,
-    "plateau-loss": PlateauLoss,
     "spike-runs": SpikeRuns,
-    "shifting-loss": ShiftingLoss,
     "nan-loss": NaNLoss,
-    "heavy-tailed-norms": HeavyTailedNorms,
-    "widening-loss": WideningLoss,
 }
 MEANING = {
     True: "Missed: planted spikes that the guard took. False alarms: ordinary steps that it skipped.",

@@ -43,20 +43,16 @@ __all__ = [
     "FallingLoss",
     "Gradients",
     "HeavyTailed",
-    "HeavyTailedNorms",
     "Losses",
     "NaNLoss",
     "Outcome",
-    "PlateauLoss",
     "Process",
     "Recorded",
     "RestingLoss",
-    "ShiftingLoss",
     "SpikeOutcome",
     "SpikeRuns",
     "Spiky",
     "Stationary",
-    "WideningLoss",
     "has_peak",
     "longest_skipped_run",
 ]
@@ -553,32 +549,6 @@ class FallingLoss(Losses):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlateauLoss(Losses):
-    """A plateau with little noise, and now and then a higher step, as for a longer or rarer text.
-
-    An ordinary step is higher with chance `rate`: its loss by 2 to 6 percent, its norm by a factor of 1.5.
-
-    Args:
-        rate: the chance of a higher step.
-
-    The other arguments are those of `Losses`.
-    """
-
-    noise: float = 0.003
-    rate: float = 0.02
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("rate", self.rate, -1e-9, 1.0, instead="rate=0.02")
-
-    def disturbed(self, step: int, reading: Reading, rng: Random) -> Reading:
-        is_higher, share = rng.random() < self.rate, rng.uniform(1.02, 1.06)
-        if not is_higher:
-            return reading
-        return Reading(True, loss=share * reading.loss, grad_norm=1.5 * reading.grad_norm)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SpikeRuns(Losses):
     """Spikes come in runs, as in a stretch of bad data.
 
@@ -603,34 +573,6 @@ class SpikeRuns(Losses):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShiftingLoss(Losses):
-    """The loss moves to another level and stays there, as when the data mix changes: not a spike.
-
-    In every second stretch of `every` steps the level is multiplied by `shift`, and the norm's by its square.
-
-    Args:
-        shift: the factor.
-        every: steps from one shift to the next.
-
-    The other arguments are those of `Losses`.
-    """
-
-    shift: float = 1.15
-    every: int = 500
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("shift", self.shift, 0.0, 1e6, instead="shift=1.15")
-        whole("every", self.every, least=1, instead="every=500")
-
-    def level(self, step: int) -> float:
-        return self.loss * (self.shift if step // self.every % 2 else 1.0)
-
-    def norm_level(self, step: int) -> float:
-        return self.shift**2 if step // self.every % 2 else 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class NaNLoss(Losses):
     """Now and then the loss is NaN and the gradients overflow: such a step is skipped by any guard.
 
@@ -649,53 +591,6 @@ class NaNLoss(Losses):
     def disturbed(self, step: int, reading: Reading, rng: Random) -> Reading:
         is_nan = rng.random() < self.rate
         return Reading(False, loss=math.nan, grad_norm=math.nan) if is_nan else reading
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeavyTailedNorms(Losses):
-    """The norms have a power law (Pareto), as with small batches or reinforcement learning.
-
-    P(norm > x) = x**-tail for x >= 1.
-
-    Args:
-        tail: the index.
-
-    The other arguments are those of `Losses`.
-    """
-
-    tail: float = 4.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("tail", self.tail, 0.0, 1e6, instead="tail=4.0")
-
-    def norm_excess(self, rng: Random) -> float:
-        return rng.expovariate(1.0) / self.tail
-
-
-@dataclass(frozen=True, kw_only=True)
-class WideningLoss(Losses):
-    """The noise of the loss grows and shrinks again.
-
-    width(t) = noise * factor**sin(pi * t / period)**2
-
-    Args:
-        factor: the largest width, as a multiple of the smallest.
-        period: steps from one smallest width to the next.
-
-    The other arguments are those of `Losses`.
-    """
-
-    factor: float = 5.0
-    period: float = 1000.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        between("factor", self.factor, 0.0, 1e3, instead="factor=5.0")
-        between("period", self.period, 0.0, 1e9, instead="period=1000.0")
-
-    def width(self, step: int) -> float:
-        return float(self.noise * self.factor ** math.sin(math.pi * step / self.period) ** 2)
 
 
 def longest_skipped_run(trace: Trace) -> int:
