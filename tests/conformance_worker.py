@@ -2,10 +2,9 @@
 
     python conformance_worker.py FILE NUMBER...
 
-drives the adapters of some `ROWS` through `SCRIPT` under every policy, through `EXHAUSTING` under one that
-gives up twice, and through `SPIKY` with every guard, and writes to FILE what each step came to. Gradients are
-the framework's own: the loss is a sum of weights times factors, one of which is not finite where the script
-says so.
+drives the adapters of some `ROWS` through `SCRIPT` under every policy and through `EXHAUSTING` under one that
+gives up twice, and writes to FILE what each step came to. Gradients are the framework's own: the loss is a
+sum of weights times factors, one of which is not finite where the script says so.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from preamp import (
     Step,
     Tolerant,
     dialects,
-    guards,
 )
 
 SCRIPT = "0010000110000000001" + "11111" + "0100010100" + "000"
@@ -49,14 +47,7 @@ EXHAUSTING, GIVES_UP_TWICE = (
     "1110000011000000",
     Dynamic(init_scale=32.0, growth_interval=3, min_scale=8.0, at_floor="raise"),
 )
-# 1 overflows, 2 is a spike of loss and norm, in which every number is 64 times as large.
-SPIKY = "0000000000" + "2001000022200000" + "2222000010020"
-GUARDS: dict[str, Any] = {
-    "spikes": guards.SpikeGuard(warmup=4, patience=3),
-    "a window": guards.LEVANTER(rolling_interval_length=16),
-    "a limit": guards.NormLimit(30.0),
-}
-playing = SimpleNamespace(script=SCRIPT, guard=None)
+playing = SimpleNamespace(script=SCRIPT)
 STARTS = [np.array([1.0, -2.0, 3.0], "float32"), np.array([[0.5], [4.0]], "float32")]
 RATE = 0.25
 BACKEND = os.environ.get("KERAS_BACKEND")
@@ -72,13 +63,13 @@ class Peer(NamedTuple):
 
 
 def factors(number: int, mark: str) -> list[np.ndarray]:
-    """Return what the weights are multiplied by in a step: eighths, none of them zero."""
+    """Return what the weights are multiplied by in a step: eighths, none of them zero; "1" overflows."""
     drawn = [
         np.random.default_rng(number).integers(1, 9, start.shape).astype("float32") / 8 for start in STARTS
     ]
     if mark == "1":
         drawn[number % 2].flat[number % 2] = (np.inf, -np.inf, np.nan)[number % 3]
-    return [64.0 * one for one in drawn] if mark == "2" else drawn
+    return drawn
 
 
 def weighted_sum(weights: list[Any], factors: list[Any], total: Callable[[Any], Any]) -> Any:
@@ -95,7 +86,7 @@ def torch_peer(policy: Any, *, fused: bool = False) -> Peer:
 
     weights = [torch.nn.Parameter(torch.from_numpy(start.copy())) for start in STARTS]
     inner = torch.optim.Adam(weights, lr=RATE, fused=fused)
-    scaler = GradScaler("cpu", policy=policy, guard=playing.guard)
+    scaler = GradScaler("cpu", policy=policy)
 
     def step(factors: list[np.ndarray]) -> None:
         inner.zero_grad()
@@ -167,7 +158,7 @@ def deepspeed_engine_peer(policy: Any) -> Peer:
     model = Model()
     inner = torch.optim.Adam(model.parameters(), lr=RATE)
     settings = Settings(precision="float16", autocast=True, policy=policy)
-    engine, *_ = initialize(model=model, optimizer=inner, config=settings, guard=playing.guard)
+    engine, *_ = initialize(model=model, optimizer=inner, config=settings)
 
     def step(factors: list[np.ndarray]) -> None:
         engine.backward(engine(factors))
@@ -185,7 +176,7 @@ def jax_peer(policy: Any, make_update: Any) -> Peer:
 
     from preamp.jax import check_exhausted, last_step, loss_scaled
 
-    optimizer = loss_scaled(optax.adam(RATE), policy, guard=playing.guard)
+    optimizer = loss_scaled(optax.adam(RATE), policy)
     update = make_update(optimizer)
     now = SimpleNamespace(state=optimizer.init(STARTS), weights=STARTS)
     now.check_exhausted = lambda: check_exhausted(now.state, policy)
@@ -310,7 +301,7 @@ def keras_peer(policy: Any, *, compiled: bool) -> Peer:
     from preamp.keras import LossScaleOptimizer
 
     variables = [keras.Variable(start) for start in STARTS]
-    optimizer = LossScaleOptimizer(keras.optimizers.Adam(RATE), policy=policy, guard=playing.guard)
+    optimizer = LossScaleOptimizer(keras.optimizers.Adam(RATE), policy=policy)
     optimizer.build(variables)
     make_step = {"jax": jax_step, "torch": keras_torch_step, "tensorflow": keras_tensorflow_step}[BACKEND]
     step = make_step(optimizer, variables, compiled)
@@ -389,7 +380,7 @@ def tensorflow_peer(policy: Any, *, kind: str, compiled: bool) -> Peer:
         "keras": keras.optimizers,
     }
     variables = [tf.Variable(start) for start in STARTS]
-    optimizer = LossScaleOptimizer(modules[kind].Adam(RATE), policy=policy, guard=playing.guard)
+    optimizer = LossScaleOptimizer(modules[kind].Adam(RATE), policy=policy)
     inner = optimizer.inner_optimizer
     if kind != "legacy":
         inner.build(variables) if kind == "tf_keras" else optimizer.build(variables)
@@ -435,7 +426,6 @@ class Row(NamedTuple):
         is_repeated: whether another row does the same: in a graph, which is quicker, or for newer optimizers.
         raises: whether the step at which a policy gives up raises.
         takes_norm: whether the record has the norm of the gradients.
-        guards: whether the adapter takes a guard, and no row beside it does the same.
     """
 
     framework: str
@@ -447,7 +437,6 @@ class Row(NamedTuple):
     is_repeated: bool = False
     raises: bool = True
     takes_norm: bool = True
-    guards: bool = True
 
     def policies(self) -> dict[str, Any]:
         """Return the policies that the adapter has words for, but for those that another row has."""
@@ -465,9 +454,7 @@ def in_halves(rows: list[Row]) -> list[Row]:
     """Have half of the policies of each compiled row wait for `make test-slow`: by turns, these or those."""
     quick = [row._replace(without=HALVES[number % 2]) for number, row in enumerate(rows)]
     others = [
-        row._replace(
-            adapter=f"{row.adapter}, other policies", only=row.without, is_repeated=True, guards=False
-        )
+        row._replace(adapter=f"{row.adapter}, other policies", only=row.without, is_repeated=True)
         for row in quick
     ]
     return [*quick, *(row._replace(without=frozenset()) for row in others)]
@@ -483,7 +470,6 @@ ROWS = [
         deepspeed_scaler_peer,
         only=frozenset({"hysteresis"}),
         takes_norm=False,
-        guards=False,
     ),
     Row("torch", "torch", "DeepSpeed's engine", deepspeed_engine_peer),
     *in_halves(
@@ -500,7 +486,7 @@ ROWS = [
             Row(
                 "jax", "jax", "step, in one scan", lambda policy: jax_peer(policy, whole_script), raises=False
             ),
-            Row("jax", "jax", "LossScale, compiled", by_hand, raises=False, takes_norm=False, guards=False),
+            Row("jax", "jax", "LossScale, compiled", by_hand, raises=False, takes_norm=False),
             *[
                 Row("keras", backend, "compiled", partial(keras_peer, compiled=True), raises=False)
                 for backend in ("jax", "tensorflow")  # nothing compiles it on PyTorch
@@ -548,8 +534,6 @@ def walk(peer: Peer, script: str = SCRIPT) -> list[dict[str, Any]]:
             {
                 "trace": None if gave_up else [step.scale, step.finite, step.skipped, step.new_scale],
                 "norm": None if gave_up else step.grad_norm,
-                "loss": None if gave_up else step.loss,
-                "reason": None if gave_up else step.reason,
                 "moved": {"weights": weights, "state": state},
             }
         )
@@ -574,16 +558,6 @@ def exhaust(peer: Peer) -> dict[str, Any]:
     return {"raised": raised, "said": said, "can say": hasattr(peer.optimizer, "check_exhausted")}
 
 
-def guarded(row: Row) -> dict[str, Any]:
-    """Return what each step of `SPIKY` came to with each guard."""
-    playing.script, found = SPIKY, {}
-    for name, guard in GUARDS.items():
-        playing.guard = guard
-        found[name] = walk(row.make(POLICIES["keras"]), SPIKY)
-    playing.guard = None
-    return found
-
-
 def photograph(peer: Peer) -> list[list[bytes]]:
     return [[np.asarray(array).tobytes() for array in part()] for part in (peer.weights, peer.state)]
 
@@ -594,5 +568,4 @@ if __name__ == "__main__":
     found = [{name: walk(row.make(policy)) for name, policy in row.policies().items()} for row in rows]
     playing.script = EXHAUSTING
     exhausted = [None if row.only else exhaust(row.make(GIVES_UP_TWICE)) for row in rows]
-    spiky = [guarded(row) if row.guards else None for row in rows]
-    Path(file).write_text(json.dumps(list(zip(found, exhausted, spiky, strict=True))))
+    Path(file).write_text(json.dumps(list(zip(found, exhausted, strict=True))))

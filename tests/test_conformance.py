@@ -1,4 +1,4 @@
-"""Scripts of overflows and of spikes through every adapter: one trace, and skipped steps leave no mark.
+"""A script of overflows through every adapter: one trace, and skipped steps leave no mark.
 
 Each backend of Keras runs in a process of its own (`conformance_worker.py`), and with it what else is on that
 framework; the core plays the same script here.
@@ -13,16 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from preamp import Reading, ScaleExhausted, simulate
+from preamp import Reading, ScaleExhausted
 
 from .conformance_worker import (
     EXHAUSTING,
     GIVES_UP_TWICE,
-    GUARDS,
     POLICIES,
     ROWS,
     SCRIPT,
-    SPIKY,
     Row,
     factors,
 )
@@ -37,7 +35,6 @@ def each(rows):
 
 each_row = each(ROWS)
 each_row_of_all_policies = each([row for row in ROWS if not row.only])
-each_row_with_guards = each([row for row in ROWS if row.guards])
 
 
 def trace_of_the_core(policy):
@@ -153,38 +150,3 @@ def test_the_script_tells_the_policies_apart():
         assert any(new > old for old, _, _, new in steps), name
         assert any(new < old for old, _, _, new in steps), name
     assert [name for name, trace in traces.items() if trace[-1] is None] == ["gives up"]
-
-
-@each_row_with_guards
-@pytest.mark.parametrize("guard", GUARDS)
-def test_guards_decide_as_in_a_simulation(walks, row, guard):
-    walked, readings = walks(row)[2][guard], []
-    for number, (mark, step) in enumerate(zip(SPIKY, walked, strict=True)):
-        assert step["loss"] is not None or "loss" not in GUARDS[guard].uses
-        norm = None
-        if mark != "1":
-            norm = float(np.linalg.norm(np.concatenate([one.ravel() for one in factors(number, mark)])))
-            assert row.framework == "torch" or step["norm"] == pytest.approx(norm, rel=1e-6)
-        readings.append(Reading(mark != "1", loss=step["loss"], grad_norm=norm))
-    expected = simulate(POLICIES["keras"], readings, guard=GUARDS[guard])
-    assert [step["reason"] for step in walked] == [step.reason for step in expected]
-    assert [step["trace"] for step in walked] == [
-        [step.scale, step.finite, step.skipped, step.new_scale] for step in expected
-    ]
-    skipped = [step["trace"][2] for step in walked]
-    assert [step["moved"] for step in walked] == [
-        {"weights": not skip, "state": not skip} for skip in skipped
-    ]
-    assert {"spike", "overflow", None} == {step["reason"] for step in walked}
-
-
-def test_the_spikes_tell_the_guards_apart():
-    losses = [3.0 + 0.1 * (number % 3) for number in range(len(SPIKY))]
-    readings = [
-        Reading(
-            mark != "1", loss=64.0 * loss if mark == "2" else loss, grad_norm=64.0 if mark == "2" else 1.0
-        )
-        for mark, loss in zip(SPIKY, losses, strict=True)
-    ]
-    found = {name: simulate(POLICIES["keras"], readings, guard=guard) for name, guard in GUARDS.items()}
-    assert len({str([step.reason for step in trace]) for trace in found.values()}) == len(GUARDS)

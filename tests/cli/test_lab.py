@@ -6,7 +6,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 
 from preamp import DataError, Dynamic, MissingExtra, Trace, dialects
 from tests.cli.inside import (
@@ -48,33 +47,11 @@ def test_float16_fails_without_scaling_and_not_with_it():
     assert scaled.trace.summary().final_scale > 2.0**16
 
 
-def test_what_vanishes_without_scaling_is_the_gradient_of_the_first_layers():
-    problem = autoencoder(digits(), epochs=1)
-    zero_layers = {}
-    for scaled in (False, True):
-        loop = TorchLoop(problem, "float16", Dynamic() if scaled else None, seed=0)
-        next(loop.steps())
-        zero_layers[scaled] = [int(weight.grad.count_nonzero()) == 0 for weight in loop.weights]
-    assert zero_layers[False] == [True] * 2 + [False] * 6
-    assert not any(zero_layers[True])
-
-
+@pytest.mark.slow
 def test_the_classifier_fails_the_same_way():
     problem = classify(digits(), epochs=60)
     assert run(problem, "float16", None).test_accuracy < 0.2
     assert run(problem, "float16", Dynamic(growth_interval=100)).test_accuracy > 0.4
-
-
-def test_low_precision_is_rehearsed_unless_asked_for():
-    """Rehearsed, products are float32 numbers that float16 can hold; else they are float16."""
-    problem = autoencoder(digits(), epochs=1)
-    rows = torch.from_numpy(problem.table.train[:4])
-    for emulate, dtype in ((True, torch.float32), (False, torch.float16)):
-        loop = TorchLoop(problem, "float16", None, seed=0, emulate=emulate)
-        with loop.region:
-            product = torch.nn.functional.linear(rows, loop.weights[0], loop.model[0].bias)
-        assert product.dtype is dtype
-        assert torch.equal(product, product.half().to(dtype))
 
 
 def test_looking_changes_nothing_and_reaches_the_trace():
@@ -99,13 +76,6 @@ def test_looking_changes_nothing_and_reaches_the_trace():
     names = {row.name for row in traces[0].snapshots[-1].rows if row.what == "flow"}
     assert names == {f"layer{number}" for number in range(1, 9)}
     assert "layer8" in {row.name for row in traces[1].snapshots[0].rows}
-
-
-def test_a_policy_that_gives_up_leaves_its_last_step_in_the_trace():
-    policy = Dynamic(init_scale=2.0**32, min_scale=2.0**30, at_floor="raise")
-    result = run(autoencoder(digits(), epochs=1), "float16", policy)
-    assert [step.skipped for step in result.trace] == [True] * 3
-    assert "gives up" in result.trace.stopped
 
 
 def test_float16_is_planned_twice_and_the_others_once():
