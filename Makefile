@@ -29,11 +29,11 @@ pytest keras-jax keras-torch test-slow: export XLA_FLAGS := --xla_backend_optimi
 train: .venv/train.stamp $(FRAMEWORK:%=.venv/with-%.stamp)
 	$(BIN)/preamp train $(ARGS)
 
-# What runs on one core each runs two at a time.
-BESIDE := --no-print-directory --jobs 2 --output-sync
+# What runs on one core each runs at the same time, the longest first.
+BESIDE := --no-print-directory --jobs 3 --output-sync
 
 test: .venv/test.stamp
-	$(MAKE) $(BESIDE) check-code pytest-keras docs
+	$(MAKE) $(BESIDE) docs check-code pytest-keras
 	$(MAKE) --no-print-directory pytest
 
 check-code: lint typecheck imports

@@ -179,7 +179,6 @@ def test_a_precision_that_fails_is_a_row(check):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--model", "train.py:step2"], "train.py has no function 'step2'"),
         (["--model", "train.py:several"], "train.py:several returned a Tensor. Write a function that"),
         (
             ["--model", "train.py:fails"],
