@@ -74,14 +74,6 @@ def replace_quietly(policy: Any, **settings: Any) -> Any:
 
 
 @st.composite
-def _bounded(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
-    """Draw what `Bounded` takes."""
-    drawn = draw(_moves({**fixed, "bounds": "strict"}))
-    unknown = {*COMPAT, "growth_interval"}
-    return {name: value for name, value in drawn.items() if name not in unknown}
-
-
-@st.composite
 def _moves(draw: st.DrawFn, fixed: dict[str, Any]) -> dict[str, Any]:
     """Draw what `Moving` takes: bounds that hold `init_scale` unless it may lie outside."""
     bounds = fixed.get("bounds") or draw(st.sampled_from(["strict", "moves"]))

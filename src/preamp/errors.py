@@ -8,7 +8,7 @@ PreampError
 ├── ScaleExhausted  (RuntimeError)  the scale is at its floor and the gradients still overflow
 ├── UsageError      (RuntimeError)  a call with an invalid argument, or at the wrong time
 ├── TraceError      (ValueError)    a trace file that cannot be read, with the line
-├── CheckpointError (ValueError)    a checkpoint that cannot be read or written
+├── CheckpointError (ValueError)    a checkpoint that cannot be read
 ├── DataError       (ValueError)    a user's table that cannot be trained on, with the line
 └── MissingExtra    (ImportError)   an optional dependency is absent or too old, with what installs it
 
@@ -81,7 +81,7 @@ class TraceError(PreampError, ValueError):
 
 
 class CheckpointError(PreampError, ValueError):
-    """A checkpoint that cannot be read or written."""
+    """A checkpoint that cannot be read."""
 
 
 class DataError(PreampError, ValueError):
@@ -102,14 +102,13 @@ class MissingExtra(PreampError, ImportError):
         return cls(f"{error.name} is missing. Run: pip install {shlex.quote(install or str(error.name))}")
 
     @classmethod
-    def refuse_older(cls, name: str, found: str, least: str, wanted: str = "preamp") -> None:
+    def refuse_older(cls, name: str, found: str, least: str) -> None:
         """Refuse a release that is too old.
 
         Args:
             name: what it is a release of, as pip calls it.
             found: the release that is installed, such as "2.6.0+cpu".
             least: the oldest that works, such as "2.6". Its development versions do.
-            wanted: what works with that one only.
 
         Raises:
             MissingExtra: for one that is older, with the line that installs another.
@@ -117,7 +116,7 @@ class MissingExtra(PreampError, ImportError):
         numbers = [int(number) for number in re.findall(r"\d+", found)]
         if numbers < [int(number) for number in least.split(".")]:
             raise cls(
-                f"{name} {found} is too old: {wanted} works with {least} and newer. "
+                f"{name} {found} is too old: preamp works with {least} and newer. "
                 f"Run: pip install {shlex.quote(f'{name}>={least}')}"
             )
 

@@ -1,7 +1,7 @@
 """The end of a training step, as far as all adapters share it: everything around the policy.
 
 ```
-measured = Measured(finite, scale, grad_norm, peak, share, loss)    # by the adapter, in its gradients
+measured = Measured(finite, scale, grad_norm, peak, loss)    # by the adapter, in its gradients
 judged = judge(guard, state.guard.state, measured, where)     # if there is a guard: whether to take the step
 state, gave_up = advance(policy, state, measured, where, judged)
 if gave_up: raise policy.exhaustion_from(before)              # where the program can raise

@@ -47,7 +47,7 @@ assert from_json(to_json(policy, repr, {}.get), {}.get) == policy
 simulate(policy, [False] * 500).write("run.jsonl")
 read = diagnose(Trace.read("run.jsonl"))
 assert read.record.policy == policy
-enough = settings(database=None, max_examples=10_000)  # 100 may miss one rule of nine
+enough = settings(database=None, max_examples=10_000)  # 100 may miss one rule of five
 drawn = find(strategies.policies, lambda one: isinstance(one, SlowStart), settings=enough)
 assert isinstance(drawn, SlowStart)
 run(["simulate", "--policy.first-interval", "4", "--overflow-rate", "0", "--steps", "40"])

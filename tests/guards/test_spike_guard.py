@@ -339,6 +339,7 @@ def test_a_state_that_cannot_be_is_refused(name: str, value: float) -> None:
     ("guard", "said"),
     [
         (guards.MEGATRON_NORM, r"Write guards.MEGATRON_NORM\(10.0\)"),
+        (guards.OLMO(rolling_interval_length=16), "needs 19 past values, and keeps 16"),
     ],
     ids=repr,
 )

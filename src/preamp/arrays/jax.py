@@ -3,7 +3,7 @@
 On a CPU, XLA spends another pass over memory on a division (it is not fused into what reads the result), on
 `isfinite` of every entry, and on the square of a product. These functions avoid all three, but for `unscale`,
 which divides as Keras does, and where squares do not fit. Each statistic takes one pass; several reductions
-in one are slower, and comparing entries or counting integers would take three.
+in one are slower.
 """
 
 from __future__ import annotations

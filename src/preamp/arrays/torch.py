@@ -76,7 +76,8 @@ def global_norm(arrays: Sequence[Tensor]) -> Tensor:
 def peak(arrays: Sequence[Tensor]) -> Tensor:
     if not arrays:
         return torch.zeros(())
-    return _gradients_of(arrays).largest().amax().clamp(max=FLOAT32_MAX)
+    values = [stored(tensor) for tensor in arrays]
+    return Gradients(values, values).largest().amax().clamp(max=FLOAT32_MAX)
 
 
 def read(scalars: Sequence[Tensor]) -> list[float]:
@@ -92,11 +93,6 @@ def stored(tensor: Tensor) -> Tensor:
     if tensor.layout is torch.strided:
         return tensor
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
-
-
-def _gradients_of(arrays: Sequence[Tensor]) -> Gradients:
-    values = [stored(tensor) for tensor in arrays]
-    return Gradients(values, values)
 
 
 # ---- The gradients of an optimizer -------------------------------------------------------------------------

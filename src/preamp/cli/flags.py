@@ -175,7 +175,7 @@ def _made(kind: Callable[..., T], settings: Given, of: str, names: Iterable[str]
         said = re.sub(
             r"(\d+\.\d+)\*\*(-?\d+)", lambda power: f"{float(power[1]) ** int(power[2]):.17g}", said
         )
-        settings_in_python = rf"\b({'|'.join(names)})=(?!\()"  # a tuple stays: in flags it is repeated
+        settings_in_python = rf"\b({'|'.join(names)})="
         said = re.sub(settings_in_python, lambda name: f"{_flag(name[1], of)} ", said)
         raise PolicyError(said) from None
 

@@ -70,7 +70,7 @@ def state_of(saved: Mapping[str, Any], policy: Dynamic) -> State:
 
 
 def _number(saved: Mapping[str, Any], name: str) -> float:
-    """Return an attribute, which may be a scalar of any framework, as a float."""
+    """Return an attribute as a float."""
     value = saved[name]
     try:
         if isinstance(value, bool | str | bytes):

@@ -52,7 +52,10 @@ def begin_alike(tensors: Sequence[Tensor], about: object) -> None:
     """
     if number_of_ranks() == 1:
         return
-    others = unlike([about, *((tuple(tensor.shape), tensor.dtype) for tensor in tensors)])
+    mine = [about, *((tuple(tensor.shape), tensor.dtype) for tensor in tensors)]
+    everywhere: list[str] = [""] * number_of_ranks()
+    dist.all_gather_object(everywhere, hashlib.sha256(repr(mine).encode()).hexdigest())
+    others = [number for number, one in enumerate(everywhere) if one != everywhere[0]]
     if others:
         raise UsageError(
             f"the model or its configuration on ranks {others} differs from that on rank 0. Write the same "
@@ -62,15 +65,6 @@ def begin_alike(tensors: Sequence[Tensor], about: object) -> None:
         sent = tensor.detach().contiguous()
         dist.broadcast(sent, src=0)
         tensor.copy_(sent)
-
-
-def unlike(about: object) -> list[int]:
-    """Return the ranks on which something has another `repr` than on rank 0."""
-    if number_of_ranks() == 1:
-        return []
-    everywhere: list[str] = [""] * number_of_ranks()
-    dist.all_gather_object(everywhere, hashlib.sha256(repr(about).encode()).hexdigest())
-    return [number for number, one in enumerate(everywhere) if one != everywhere[0]]
 
 
 @torch.no_grad()

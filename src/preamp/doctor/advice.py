@@ -109,7 +109,7 @@ def as_flags(policy: Policy[Any], settings: Mapping[str, Any]) -> str:
     """
     name = type(policy).__name__
     if RULES.get(name) is not type(policy) or any(
-        isinstance(value, tuple | Compat) for value in _non_defaults(policy).values()
+        isinstance(value, Compat) for value in _non_defaults(policy).values()
     ):
         return ""
     shown = {

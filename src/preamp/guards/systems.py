@@ -54,6 +54,12 @@ class Rolling(Guard[RollingState]):
         whole("window", self.window, least=2, instead="window=128")
         positive("factor", self.factor, "factor=6.0")
 
+    @property
+    def idle(self) -> str | None:
+        if self.history <= self.window:
+            return None
+        return f"it needs {self.history} past values, and keeps {self.window}. Write a longer window."
+
     def start(self) -> RollingState:
         return RollingState(empty(self.window), empty(self.window))
 

@@ -824,7 +824,9 @@ class GradScaler(torch.amp.GradScaler):
         if not on_device and not (together or state.fused or clip != NO_CLIP or guarding):
             # Nothing but PyTorch's kernel is needed, which unscales and checks in one pass.
             if state.stage is OptState.READY:
-                self._require_gradients(optimizer)
+                has_none = all(parameter.grad is None for parameter in parameters_of(optimizer))
+                if has_none and not self._meter.agreement.always:  # other ranks may have some
+                    raise AssertionError(_no_gradients(optimizer))
                 is_own = getattr(self.unscale_, "__func__", None) is GradScaler.unscale_
                 unscale: Any = self._unscale_checked if is_own else self.unscale_
                 unscale(optimizer)  # no norm: the user has not asked for these gradients
@@ -1075,9 +1077,7 @@ class GradScaler(torch.amp.GradScaler):
     def _clip_unscaled(self, optimizer: OptimizerLike, clip: Clip) -> tuple[bool, float | None]:
         """Clip gradients that are not scaled; return whether they are finite on all ranks, and their norm."""
         gradients = gather(optimizer)
-        scale = self._loss_scale.tensor
-        where = torch.device(self._device) if scale is None else scale.device
-        measure = partial(self._meter.measure, gradients, 1.0, where, read=True)
+        measure = partial(self._meter.measure, gradients, 1.0, torch.device(self._device), read=True)
         finite = True
         if clip.max_value is not None:
             finite = measure(norm=False).finite  # clamping hides an inf
@@ -1132,25 +1132,8 @@ class GradScaler(torch.amp.GradScaler):
         for divisor in reversed(state.divided):
             arithmetic.multiply_(gradients.tensors, divisor)
         if state.stage is OptState.UNSCALED and began is OptState.READY:
-            self._scale_again(optimizer)
+            arithmetic.multiply_(gather(optimizer).tensors, self._require_scale("step"))
         state.stage = began
-        self._note_failure(optimizer, state)
-
-    def _require_gradients(self, optimizer: OptimizerLike) -> None:
-        """Refuse an optimizer with nothing to unscale, unless other ranks may have something."""
-        if self._meter.agreement.always:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    return
-        raise AssertionError(_no_gradients(optimizer))
-
-    def _scale_again(self, optimizer: OptimizerLike) -> None:
-        """Multiply gradients that were unscaled for a step which then failed."""
-        arithmetic.multiply_(gather(optimizer).tensors, self._require_scale("step"))
-        state = self._states[id(optimizer)]
-        state.stage = OptState.READY
         self._note_failure(optimizer, state)
 
     def _note_failure(self, optimizer: OptimizerLike, state: OptimizerState) -> None:
@@ -1730,6 +1713,11 @@ def _no_gradients(optimizer: OptimizerLike) -> str:
     """Say which optimizer has nothing to step with, and why."""
     parameters = parameters_of(optimizer)
     frozen = sum(not p.requires_grad for p in parameters)
+    if any(p.grad is None and hasattr(p, "master_of") and p.master_of.grad is not None for p in parameters):
+        return (
+            "No inf checks were recorded for this optimizer: its float32 copies have no gradients yet. "
+            "Write masters.take_gradients() after backward()."
+        )
     if any(p.grad is not None for p in parameters):
         return (
             "No inf checks were recorded for this optimizer. Its unscale_() came before backward(), when all "

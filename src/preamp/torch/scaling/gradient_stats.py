@@ -30,7 +30,6 @@ Number: TypeAlias = float | Tensor
 
 # What ranks add up of a peak: a one in the bin of its exponent.
 LOWEST, HIGHEST = -149, 128  # float32's binary exponents: a peak is at most 2**128
-BINS = HIGHEST - LOWEST + 1
 UNIT = 2.0**-80  # whose product with any float32 has a square in float32
 
 
@@ -306,12 +305,12 @@ def gradient_stats(gradients: Gradients, device: torch.device, *, read: bool) ->
 
 
 def packed(stats: GradientStats, device: torch.device) -> Tensor:
-    """Return a peak as a tensor of shape [BINS] in the device's widest dtype, to be summed over ranks.
+    """Return a peak as a tensor of shape [278] in the device's widest dtype, to be summed over ranks.
 
     A one in the bin of the least exponent e with peak <= 2**e, none for a peak of 0.
     """
     peak = _wide(stats.peak, device)
-    powers = _powers(LOWEST - 1, HIGHEST, device).to(peak.dtype)
+    powers = _powers(LOWEST - 1, device).to(peak.dtype)
     return ((powers[:-1] < peak) & (peak <= powers[1:])).to(peak.dtype)
 
 
@@ -322,7 +321,7 @@ def unpacked(total: Tensor, mine: GradientStats) -> GradientStats:
         total: the sum of what they packed.
         mine: what this rank has measured; None where it has not.
     """
-    powers = _powers(LOWEST, HIGHEST, total.device).to(total.dtype)
+    powers = _powers(LOWEST, total.device).to(total.dtype)
     most = min(2.0**HIGHEST, torch.finfo(total.dtype).max)
     peak = torch.where(total > 0.0, powers, 0.0).amax().clamp(max=most)  # exact; 0 without a bin
     return GradientStats(None if mine.peak is None else peak, mine.each)
@@ -556,9 +555,9 @@ def _wide(number: Any, device: torch.device) -> Tensor:
     return torch.full((), number, dtype=dtype, device=device)
 
 
-def _powers(first: int, last: int, device: torch.device) -> Tensor:
-    """Return 2**first, ..., 2**last as float32, from their bits: 0 below 2**-149, inf above 2**127."""
-    exponents = torch.arange(first, last + 1, dtype=torch.int32, device=device)
+def _powers(first: int, device: torch.device) -> Tensor:
+    """Return 2**first, ..., 2**HIGHEST as float32, from their bits: 0 below 2**-149, inf above 2**127."""
+    exponents = torch.arange(first, HIGHEST + 1, dtype=torch.int32, device=device)
     one = torch.ones_like(exponents)
     subnormal = one.bitwise_left_shift((exponents - LOWEST).clamp(0, 22)) * (exponents >= LOWEST)
     normal = (exponents + 127).clamp(min=0).bitwise_left_shift(23)

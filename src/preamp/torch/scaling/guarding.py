@@ -67,14 +67,14 @@ class Track:
 
     Attributes:
         state: the guard's state, in Python numbers or in tensors.
-        size: of the optimizer; None for a state from another framework.
+        size: of the optimizer.
         after: what was decided in this iteration, until it is committed.
         finite: whether its last gradients were.
         optimizer: a reference that does not keep it alive.
     """
 
     state: Any
-    size: Size | None
+    size: Size
     after: GuardRecord[Any] | None = None
     finite: bool | Tensor = True
     optimizer: weakref.ref[Any] | None = None
@@ -149,7 +149,7 @@ class Guarding:
         Tuples, because `torch.distributed.checkpoint` saves them whole, of whatever length.
         """
         tracks = self._on_host()
-        sizes = tuple(None if track.size is None else tuple(track.size) for track in tracks)
+        sizes = tuple(tuple(track.size) for track in tracks)
         return {"guard": tuple(dump_state(track.state) for track in tracks), "guard_of": sizes}
 
     def check(self, saved: Mapping[str, Any]) -> list[Track]:
@@ -161,19 +161,16 @@ class Guarding:
         Raises:
             PolicyError: for what this guard has not saved.
         """
-        states, sizes = saved.get("guard", ()), saved.get("guard_of")
+        states, sizes = saved.get("guard", ()), saved.get("guard_of", ())
         if not isinstance(states, list | tuple):
             raise PolicyError(f"{shown(states)} is not a list of a guard's states. {TO_RESTART}")
         if not isinstance(sizes, list | tuple) or len(sizes) != len(states):
-            sizes = [None] * len(states)  # another framework's
+            raise PolicyError(f"guard_of={shown(sizes)} is not a size for each state. {TO_RESTART}")
         try:
             restored = list(map(self.guard.restore, states))
         except PolicyError as error:
             raise PolicyError(f"{error} {TO_RESTART}") from None
-        return [
-            Track(state, None if size is None else Size(*size))
-            for state, size in zip(restored, sizes, strict=True)
-        ]
+        return [Track(state, Size(*size)) for state, size in zip(restored, sizes, strict=True)]
 
     def load(self, saved: list[Track]) -> None:
         """Resume from what `check` returned.
@@ -203,19 +200,18 @@ class Guarding:
                 forget = partial(_forget, self._tracks, id(optimizer))
                 track.optimizer = weakref.ref(optimizer, forget)  # another object may get its id
 
-    def _claimed(self, size: Size | None) -> Track | None:
+    def _claimed(self, size: Size) -> Track | None:
         """Return the saved state of an optimizer of some size; None if there is none."""
         if not self._saved:
             return None
-        known = [] if size is None else [track for track in self._saved if track.size is not None]
-        alike = [track for track in known if track.size == size]
+        alike = [track for track in self._saved if track.size == size]
         # Flat shards have other sizes with another number of ranks, but there are as many.
-        alike = alike or [track for track in known if track.size and size and track.size[0] == size[0]]
-        if known and not alike:
-            tensors = ", ".join(str(track.size.tensors) for track in known if track.size)
+        alike = alike or [track for track in self._saved if track.size.tensors == size.tensors]
+        if not alike:
+            tensors = ", ".join(str(track.size.tensors) for track in self._saved)
             warnings.warn(
-                f"{self.guard!r} starts again for an optimizer of {size and size.tensors} "
-                f"parameters: the checkpoint holds its state for optimizers of {tensors}.",
+                f"{self.guard!r} starts again for an optimizer of {size.tensors} parameters: the checkpoint "
+                f"holds its state for optimizers of {tensors}.",
                 stacklevel=level_of_caller("torch"),
             )
             return None
@@ -225,7 +221,7 @@ class Guarding:
                 "in the order in which the optimizers take their first steps. Keep that order.",
                 stacklevel=level_of_caller("torch"),
             )
-        found = (alike or self._saved)[0]
+        found = alike[0]
         self._saved = [track for track in self._saved if track is not found]
         return found
 

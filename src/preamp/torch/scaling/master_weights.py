@@ -23,20 +23,25 @@ class MasterWeights:
     calls are added to the training step, with a scaler or without:
 
     - `take_gradients()` after `backward()`, before `scaler.unscale_` and `scaler.step`;
-    - `write_back()` after the optimizer's step, taken or skipped.
+    - `write_back()` after the optimizer's step, taken or skipped. It also drops the gradients: without it,
+      those of a skipped step are added to the next ones.
 
-    Weights that are loaded into the model are taken over. Other parameters stay as they are, and parameters
+    In between, the model's parameters have no gradients. Clip with `scaler.step(optimizer, max_norm=1.0)`, or
+    clip the parameters in `optimizer.param_groups`. To discard a backward pass, call `model.zero_grad()`.
+
+    If weights are loaded into the model, the copies follow. Other parameters stay as they are, and parameters
     that `add_param_group` adds later get copies too.
 
     Args:
         optimizer: any optimizer of PyTorch that reads its parameters from its groups, which LBFGS does not.
+            The model is in half precision already.
 
     Attributes:
         weights: pairs of a model's parameter and its float32 copy, which has the same shape and device.
 
     Raises:
-        UsageError: for what is not such an optimizer; from the optimizer's `step`, if gradients were not
-            taken; and from `take_gradients`, if the step before was not written back.
+        UsageError: for what is not such an optimizer. `optimizer.step` raises it if gradients were not taken,
+            and `take_gradients` if the optimizer has stepped since the last `write_back`.
 
     >>> import torch
     >>> from preamp.torch import GradScaler, MasterWeights
@@ -62,7 +67,6 @@ class MasterWeights:
             )
         self.weights: list[tuple[Tensor, Tensor]] = []
         self._optimizer = optimizer
-        self._versions: list[int] = []  # of the model's parameters, when they last had the copies' values
         self._has_stepped = False  # and was not written back
         self._replace()
         optimizer.register_step_pre_hook(self._before_step)
@@ -91,7 +95,6 @@ class MasterWeights:
         for parameter, master in self.weights:
             parameter.copy_(master)
             master.grad = None
-        self._versions = [parameter._version for parameter, _ in self.weights]
         self._has_stepped = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,13 +124,11 @@ class MasterWeights:
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Copy parameters that were added to the groups, and weights that were written into the model."""
+        """Copy parameters that were added to the groups, and entries that were written into the model."""
         self._replace()
-        for index, (parameter, master) in enumerate(self.weights):
-            if parameter._version != self._versions[index]:
-                self._versions[index] = parameter._version
-                if not torch.equal(master.to(parameter.dtype), parameter):
-                    master.copy_(parameter)
+        for parameter, master in self.weights:
+            is_same = master.to(parameter.dtype) == parameter
+            master.copy_(torch.where(is_same, master, parameter.float()))
 
     def _replace(self) -> None:
         state = self._optimizer.state
@@ -143,7 +144,6 @@ class MasterWeights:
                             for name, value in state.pop(parameter).items()
                         }
                     self.weights.append((parameter, master))
-                    self._versions.append(parameter._version)
 
     def _before_step(self, *_: object) -> None:
         if any(parameter.grad is not None for parameter, _ in self.weights):

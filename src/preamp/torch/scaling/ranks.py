@@ -86,14 +86,7 @@ class Agreement:
         if self.process_group is not None:
             dist.all_reduce(readings, group=None if _is_world(self.process_group) else self.process_group)
             return readings
-        return self.over_meshes(readings, meshes)
-
-    def over_meshes(self, readings: Tensor, meshes: Sequence[Any]) -> Tensor:
-        """Return the sum of a tensor over every dimension of the meshes of the DTensors.
-
-        Of several meshes the flag and the peak are right, the norm is not: see `refuse_norm`.
-        """
-        for mesh in meshes:
+        for mesh in meshes:  # of several, the flag and the peak are right, the norm is not: see `refuse_norm`
             readings = readings.to(mesh.device_type)
             for dimension in range(mesh.ndim):
                 dist.all_reduce(readings, group=mesh.get_group(dimension))
