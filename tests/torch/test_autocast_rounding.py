@@ -13,10 +13,20 @@ TABLE = casting.DEFAULT.lower("neg")
 dtypes = pytest.mark.parametrize("dtype", [HALF, BRAIN, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 
 
-def rounded(x, dtype):
-    """Return a tensor as an emulated operator takes and gives it."""
+def twice(x):
+    """Return a tensor as an operator takes and gives it."""
+    return torch.neg(torch.neg(x))
+
+
+def rounded(x, dtype, function=twice):
+    """Return what a function returns where its operators are emulated."""
     with autocast("cpu", dtype, casting=TABLE, emulate=True):
-        return torch.neg(torch.neg(x))
+        return function(x)
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
 
 
 def equal(one, other):
@@ -37,34 +47,25 @@ def of_all_exponents(dtype):
 
 @dtypes
 def test_it_is_what_casts_give_bit_for_bit(dtype):
-    torch._dynamo.reset()
     x = of_all_exponents(dtype)
-    graph = torch.compile(lambda x: rounded(x, dtype), backend="aot_eager", fullgraph=True)
-    assert equal(graph(x), x.to(dtype).float())
+    assert equal(rounded(x, dtype, compiled(twice)), x.to(dtype).float())
     assert equal(rounded(x, dtype), x.to(dtype).float())
 
 
 @dtypes
 def test_gradients_are_rounded(dtype):
-    torch._dynamo.reset()
     x, seed = numbers(64).requires_grad_(), 3.0 * numbers(64, seed=1)
-    graph = torch.compile(lambda x: rounded(x, dtype), backend="aot_eager", fullgraph=True)
-    (compiled,) = torch.autograd.grad(graph(x), x, seed)
-    assert equal(compiled, seed.to(dtype).float())
+    (gradient,) = torch.autograd.grad(rounded(x, dtype, compiled(twice)), x, seed)
+    assert equal(gradient, seed.to(dtype).float())
 
 
 def test_under_transformations_of_functions():
-    torch._dynamo.reset()
-    x = numbers(5, 4)
-
     def loss(row):
-        return rounded(rounded(row, BRAIN).square(), BRAIN).sum()
+        return twice(twice(row).square()).sum()
 
-    def gradients(x):
-        return torch.func.vmap(torch.func.grad(loss))(x)
-
-    graph = torch.compile(gradients, backend="aot_eager", fullgraph=True)
-    assert equal(graph(x), gradients(x))
+    x, gradients = numbers(5, 4), torch.func.vmap(torch.func.grad(loss))
+    assert equal(rounded(x, BRAIN, compiled(gradients)), rounded(x, BRAIN, gradients))
+    assert not equal(gradients(x), rounded(x, BRAIN, gradients))
 
 
 @pytest.mark.skipif(not HAS_CXX, reason="no C++ compiler")
