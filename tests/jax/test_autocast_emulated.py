@@ -90,7 +90,9 @@ def test_rounding_is_the_same_under_every_transformation(dtype, x):
     assert_same_numbers(rounded(x, dtype), low)
     doubled_is_infinite = np.isfinite(low) & (abs(low) >= 2.0**127)  # as the gradient of a square may be
     x = np.where(doubled_is_infinite, np.float32(0), x)
-    for place in places(dtype).values():
+    for name, place in places(dtype).items():
+        if name == "gradient of a gradient":  # compiled arithmetic may take subnormal numbers for 0
+            x = np.where(abs(low) < np.finfo(np.float32).smallest_normal, np.float32(0), x)
         assert_same_numbers(place(x), cast(x, dtype))
 
 

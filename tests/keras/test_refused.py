@@ -93,7 +93,7 @@ def test_two_rules_at_once(arguments: dict[str, Any], names: str) -> None:
 def test_arguments_that_nobody_knows() -> None:
     """Keras names all of them in a `ValueError` as well."""
     for make in (Stock, LossScaleOptimizer):
-        with pytest.raises(ValueError, match="does not support arguments: `foo`, `bar`"):
+        with pytest.raises(ValueError, match=r"(?i)argument.*foo.*bar"):
             make(sgd(), foo=1, bar=None)
     with pytest.raises(TypeError, match="positional"):
         LossScaleOptimizer(sgd(), 2.0**15, 2000, "name", None)
