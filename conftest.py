@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import SkipTest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two busy cores and spinning threads: a hundred times slower
 os.environ.setdefault(
@@ -156,9 +158,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Keep what is there before a file's first test, some millions of objects, out of garbage collection."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    """Keep what is there before a file's first test, some millions of objects, out of garbage collection.
+
+    Examples use what is above them on their page: that runs here too where another process has taken it.
+    """
     if getattr(item.session, "file_of_the_last_test", None) != item.path:
         item.session.file_of_the_last_test = item.path  # type: ignore[attr-defined]
         gc.collect()
         gc.freeze()
+    yield
+    if isinstance(item, SybilItem):
+        document, here = item.example.document, item.example.start
+        done = vars(document).setdefault("done", set())
+        for example in document.examples():
+            if example.start <= here and example.start not in done:
+                done.add(example.start)
+                if example.start < here:
+                    with suppress(SkipTest):
+                        example.evaluate()
