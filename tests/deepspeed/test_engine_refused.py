@@ -26,11 +26,8 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
         "gradient_allreduce_op: 'sum' .*attach",
     ),
     "tensor parallel": ({"config": {"tensor_parallel": {"autotp_size": 2}}}, "tensor_parallel: .*attach"),
-    "mpu": ({"config": {}, "mpu": object()}, "mpu= is no argument of this engine.*attach"),
-    "data": (
-        {"config": {}, "training_data": [1]},
-        "training_data= is no argument of this engine. Leave it out",
-    ),
+    "mpu": ({"config": {}, "mpu": object()}, "mpu= is not supported here.*attach"),
+    "data": ({"config": {}, "training_data": [1]}, "training_data= is not supported here. Leave it out"),
     "a schedule": (
         {"config": {"scheduler": {"type": "WarmupLR"}}},
         "scheduler: {'type': 'WarmupLR'} needs DeepSpeed itself.*or remove scheduler",

@@ -142,6 +142,8 @@ def test_a_step_that_was_not_written_back_is_told_of():
     run.backward(0)
     run.scaler.step(run.optimizer)
     run.scaler.update()
+    stepped = run.copies()
+    assert torch.equal(torch.cat([w.flatten() for w in run.masters.state_dict()["weights"]]), stepped)
     with pytest.raises(UsageError, match=r"Write masters\.write_back\(\) after it"):
         run.backward(1)
 

@@ -106,9 +106,7 @@ def initialize(
     settings = _settings(args, config)
     for name, value in others.items():
         if value is not None:
-            raise UsageError(
-                f"{name}= is no argument of this engine. Leave it out, or write {DEEPSPEED_ITSELF}."
-            )
+            raise UsageError(f"{name}= is not supported here. Leave it out, or write {DEEPSPEED_ITSELF}.")
     bare = _bare(model)
     device = _place(bare, args)
     join(device)

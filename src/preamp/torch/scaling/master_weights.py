@@ -126,6 +126,8 @@ class MasterWeights:
     def _follow(self) -> None:
         """Copy parameters that were added to the groups, and entries that were written into the model."""
         self._replace()
+        if self._has_stepped:  # the copies are newer
+            return
         for parameter, master in self.weights:
             is_same = master.to(parameter.dtype) == parameter
             master.copy_(torch.where(is_same, master, parameter.float()))
