@@ -48,8 +48,9 @@ typecheck: .venv/test.stamp
 imports: .venv/test.stamp
 	$(BIN)/lint-imports
 
+# Three, for two cores: tests wait for the processes that they start.
 pytest: .venv/test.stamp
-	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/pytest -n 3 --dist worksteal $(ARGS)
 
 # Keras has one backend a process. pytest above runs with TensorFlow; what is the same on every backend, PyTorch's runs alone.
 pytest-keras: keras-jax keras-torch

@@ -161,9 +161,8 @@ def test_the_source_archive_passes_its_tests(built: Path, tmp_path: Path) -> Non
     """Those of the rooms and pages, and of what is built from it."""
     with tarfile.open(built / f"{NAME}.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
-    names = ["imports", "pages", "packaging"]
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    words += [f"tests/test_{name}.py" for name in names]
+    files = ["tests/test_imports.py", "tests/docs/test_pages.py", "tests/test_packaging.py"]
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     there = {"cwd": tmp_path / NAME, "env": os.environ | {"PYTHONPATH": "src"}}
     done = subprocess.run(words, **there, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stdout + done.stderr

@@ -496,7 +496,6 @@ def main(scenarios: dict[str, Callable[[], Any]]) -> None:
     accelerator.supported_dtypes = lambda: [torch.float16, torch.bfloat16, torch.float32]
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    gc.freeze()  # DeepSpeed collects garbage with every engine of stage 3: what is imported is none
     timeout = timedelta(seconds=20)
     dist.init_process_group(
         "gloo", init_method=f"file://{FOLDER}/meeting", rank=RANK, world_size=RANKS, timeout=timeout
@@ -504,6 +503,7 @@ def main(scenarios: dict[str, Callable[[], Any]]) -> None:
     deepspeed.init_distributed("gloo")
     answers = {}
     for name, scenario in scenarios.items():
+        gc.freeze()  # DeepSpeed collects garbage with every engine of stage 3: what is imported is none
         try:
             answers[name] = {"seen": scenario()}
         except Exception:
