@@ -122,8 +122,8 @@ SECTIONS = (
     ),
     Section(
         "DeepSpeed",
-        "The overflow check and `update_scale`, on one thread. The document's sum is "
-        "`float(x.float().sum())`, as in DeepSpeed's documentation.",
+        "The overflow check and `update_scale`, on one thread. The sum of DeepSpeed's document is "
+        "`float(x.float().sum())`.",
         ("deepspeed_overflow.py",),
         ("deepspeed",),
     ),
