@@ -32,15 +32,14 @@ from torch import Tensor, nn
 from preamp import Dynamic, Headroom, Static, Step, Trace
 from preamp.doctor import Diagnosis, diagnose
 from preamp.jax import (
-    ScaledGradients,
     apply_gradients,
     exponent_histogram,
     flow_slot,
     last_step,
     loss_scaled,
-    scaled_value_and_grad,
     snapshot,
     step,
+    value_and_grad,
     watch,
 )
 from preamp.jax import autocast as jax_autocast
@@ -1343,13 +1342,13 @@ def jax_seen(
     @jax.jit
     def run(params: Any, state: Any, slots: Any, kept: Any, *batch: Any) -> Any:
         low = jax_autocast(tapped, dtype) if lowered else tapped
-        both = scaled_value_and_grad(low, argnums=(0, 1), has_aux=True)
-        (value, seen), pair = both(state, params, slots, *batch)
-        gradients, flows = pair.gradients
+        both = value_and_grad(low, argnums=(0, 1), has_aux=True)
+        scale = state.policy_state.scale
+        (_, seen), (total, flows), state = both(params, state, slots, *batch)
+        gradients = jax.tree.map(lambda one: one * scale, total)
         counts = exponent_histogram(gradients), flows, exponent_histogram(seen)
-        total = ScaledGradients(gradients, pair.scale)
-        total = total if kept is None else kept + total
-        params, state = apply_gradients(scaled, total, state, params, value=value)
+        total = total if kept is None else jax.tree.map(jnp.add, kept, total)
+        params, state = apply_gradients(scaled, total, state, params)
         return params, state, counts, total
 
     state, slots, kept, was_skipped = scaled.init(params), None, None, False
@@ -1494,8 +1493,8 @@ def jax_sums_are_multiplied_by_zero(seed: int) -> Trace:
     params = jax_dense(np.random.default_rng(seed), 16, 24, 5)
     policy = Dynamic(init_scale=2.0**13)
 
-    def carried(gradients: ScaledGradients) -> ScaledGradients:
-        return gradients.map(lambda one: one * 0.0)
+    def carried(gradients: Any) -> Any:
+        return jax.tree.map(lambda one: one * 0.0, gradients)
 
     return jax_seen(seed, jax_cross_entropy, params, batch, optax.adam(3e-3), policy=policy, carried=carried)
 

@@ -26,7 +26,7 @@ from rows import Area, Options, Row, main
 from timing import Work
 
 from preamp import Dynamic, guards
-from preamp.jax import autocast, loss_scaled, scaled_value_and_grad, step
+from preamp.jax import autocast, loss_scaled, step, value_and_grad
 
 INIT, RATE, MAX_NORM = 2.0**15, 1e-4, 1.0
 MLP, ROWS = (784, 2048, 2048, 2048, 256, 10), 64
@@ -97,11 +97,11 @@ def preamp_step_guarded(task: Task, params: Any) -> tuple[State, Step]:
 def preamp_loss_scaled(task: Task, params: Any) -> tuple[State, Step]:
     """Our transformation in a loop written for any optax transformation."""
     optimizer = loss_scaled(adamw(), Dynamic(init_scale=INIT), max_norm=task.max_norm)
-    gradient = scaled_value_and_grad(task.hand)
+    gradient = value_and_grad(task.hand)
 
     def advance(state: State, batch: Any) -> tuple[State, Any]:
         params, opt_state = state
-        loss, gradients = gradient(opt_state, params, batch)
+        loss, gradients, opt_state = gradient(params, opt_state, batch)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 

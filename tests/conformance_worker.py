@@ -208,17 +208,14 @@ def whole_step(optimizer: Any) -> Any:
     return jax.jit(update)
 
 
-def own_gradients(optimizer: Any) -> Any:
-    """Multiply the loss by hand, as with other libraries."""
+def applied_gradients(optimizer: Any) -> Any:
     import jax
 
-    from preamp.jax import ScaledGradients, apply_gradients
+    from preamp.jax import apply_gradients, value_and_grad
 
     def update(state: Any, weights: Any, factors: Any) -> Any:
-        scale = state.policy_state.scale
-        gradients = jax.grad(lambda w: jax_loss(w, factors) * scale)(weights)
-        scaled = ScaledGradients(gradients, scale, jax_loss(weights, factors))
-        weights, state = apply_gradients(optimizer, scaled, state, weights)
+        _, gradients, state = value_and_grad(jax_loss)(weights, state, factors)
+        weights, state = apply_gradients(optimizer, gradients, state, weights)
         return state, weights
 
     return jax.jit(update)
@@ -227,10 +224,10 @@ def own_gradients(optimizer: Any) -> Any:
 def optax_idiom(optimizer: Any) -> Any:
     import optax
 
-    from preamp.jax import scaled_value_and_grad
+    from preamp.jax import value_and_grad
 
     def update(state: Any, weights: Any, factors: Any) -> Any:
-        _, gradients = scaled_value_and_grad(jax_loss)(state, weights, factors)
+        _, gradients, state = value_and_grad(jax_loss)(weights, state, factors)
         updates, state = optimizer.update(gradients, state, weights)
         return state, optax.apply_updates(weights, updates)
 
@@ -257,39 +254,6 @@ def whole_script(optimizer: Any) -> Any:
         return moments.pop()
 
     return told
-
-
-def by_hand(policy: Any) -> Peer:
-    """Keep a `LossScale`, and skip in a conditional of one's own."""
-    import jax
-    import optax
-
-    from preamp.jax import LossScale, value_and_grad
-
-    inner = optax.adam(RATE)
-
-    @jax.jit
-    def update(scale: Any, state: Any, weights: Any, factors: Any) -> Any:
-        _, gradients, reading = value_and_grad(jax_loss)(scale, weights, factors)
-
-        def take() -> Any:
-            updates, after = inner.update(gradients, state, weights)
-            return after, optax.apply_updates(weights, updates)
-
-        after = jax.lax.cond(reading.finite, take, lambda: (state, weights))
-        return scale.advance(reading), *after, reading.finite
-
-    start = [jax.numpy.asarray(start) for start in STARTS]
-    now = SimpleNamespace(scale=LossScale(policy), state=inner.init(start), weights=start)
-    now.check_exhausted = lambda: now.scale.check_exhausted()
-
-    def step(factors: list[np.ndarray]) -> None:
-        before = float(now.scale.loss_scale)
-        now.scale, now.state, now.weights, finite = update(now.scale, now.state, now.weights, factors)
-        after = float(now.scale.loss_scale)
-        now.last_step = Step(0, before, bool(finite), not finite, after)
-
-    return Peer(now, step, lambda: now.weights, lambda: jax.tree.leaves(now.state))
 
 
 # Keras on each backend
@@ -479,14 +443,13 @@ ROWS = [
                 "jax",
                 "jax",
                 "apply_gradients, compiled",
-                lambda policy: jax_peer(policy, own_gradients),
+                lambda policy: jax_peer(policy, applied_gradients),
                 raises=False,
             ),
             Row("jax", "jax", "update, eager", lambda policy: jax_peer(policy, optax_idiom), raises=False),
             Row(
                 "jax", "jax", "step, in one scan", lambda policy: jax_peer(policy, whole_script), raises=False
             ),
-            Row("jax", "jax", "LossScale, compiled", by_hand, raises=False, takes_norm=False),
             *[
                 Row("keras", backend, "compiled", partial(keras_peer, compiled=True), raises=False)
                 for backend in ("jax", "tensorflow")  # nothing compiles it on PyTorch

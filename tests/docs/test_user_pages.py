@@ -96,12 +96,11 @@ gradients = jax.grad(loss_fn)(params, x)
 """
 OURS_OF_JAX = """
 from preamp import Dynamic, Static, dialects
-from preamp.jax import LossScale, autocast, last_step, loss_scaled, step, value_and_grad
+from preamp.jax import apply_gradients, autocast, last_step, loss_scaled, step, value_and_grad
 """
 STATE_OF_OURS = """
 tx = optimizer = loss_scaled(inner)
 _, _, opt_state = step(loss_fn, optimizer)(params, optimizer.init(params), x)
-loss_scale = LossScale()
 """
 DEEPSPEED = """
 import logging, torch

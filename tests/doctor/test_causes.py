@@ -946,7 +946,7 @@ def test_a_loss_that_begins_below_the_format_at_its_scale_is_scaled_too_little(
 
 
 def test_gradients_that_keep_an_older_scale_are_of_an_earlier_step() -> None:
-    """`ScaledGradients` carry the scale of their pass, so sums of them show where they come from."""
+    """Where gradients carry the scale of their pass, sums of them show where they come from."""
 
     def skipped(*, carried: bool) -> Trace:
         trace = run(41, 60, losses=[0.5], lost=0.5)

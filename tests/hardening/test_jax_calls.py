@@ -1,4 +1,4 @@
-"""`loss_scaled` and `LossScale` in any order of calls: eager or compiled, saved and loaded, and misused.
+"""`loss_scaled` in any order of calls: eager or compiled, saved and loaded, and misused.
 
 Beside it stands a policy on plain floats. Nothing here is changed in place, so a refusal has to leave what it
 was given usable: the next legal call shows it.
@@ -21,13 +21,12 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from preamp import Dynamic, Policy, PreampError, Tolerant
 from preamp.jax import (
-    LossScale,
     LossScaledState,
-    ScaledGradients,
     apply_gradients,
     check_exhausted,
     last_step,
     loss_scaled,
+    value_and_grad,
 )
 from preamp.jax import step as make_step
 from preamp.scaling import Measured, advance, start
@@ -55,6 +54,9 @@ def made(policy: int, inner: int, clips: bool) -> tuple[Any, Any, Any]:
     return optimizer, jax.jit(make_step(loss, optimizer)), jax.jit(optimizer.update)
 
 
+differentiate = jax.jit(value_and_grad(loss))
+
+
 def bits(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
@@ -68,22 +70,21 @@ class TransformationCalls(Calling):
         self.optimizer, self.compiled, self.updated = made(policy, inner, clips)
         self.params = {"b": jnp.ones(2, jnp.bfloat16), "w": jnp.array([1.0, -2.0, 0.5])}
         self.opt_state = self.call(self.optimizer.init, self.params)
-        self.scale = LossScale(self.policy)
         self.model = start(self.policy)
         self.saved: Any = None
 
     def everything(self) -> Any:
-        return bits((self.params, self.opt_state, self.scale))
+        return bits((self.params, self.opt_state))
 
-    def gradients(self, factor: float) -> Any:
-        scale = self.opt_state.policy_state.scale
-        return ScaledGradients({"b": jnp.full(2, factor * scale), "w": jnp.full(3, scale)}, scale)
+    def found(self, factor: float) -> tuple[Any, Any]:
+        """Return gradients and the state of a backward pass."""
+        _, gradients, pending = self.call(differentiate, self.params, self.opt_state, factor)
+        return gradients, pending
 
     def went(self, finite: bool, before: list[bytes]) -> None:
         """Compare with the policy after a step."""
         measured = Measured(finite, self.model.policy_state.scale)
         self.model, _ = advance(self.policy, self.model, measured)
-        self.scale = self.call(self.scale.advance, finite)
         told = last_step(self.opt_state)
         assert told is not None
         assert (told.index, told.finite, told.skipped) == (self.model.steps - 1, finite, not finite)
@@ -103,7 +104,7 @@ class TransformationCalls(Calling):
     @rule(factor=factors)
     def update(self, factor: float) -> None:
         before = self.before()
-        updates, self.opt_state = self.call(self.updated, self.gradients(factor), self.opt_state, self.params)
+        updates, self.opt_state = self.call(self.updated, *self.found(factor), self.params)
         self.params = optax.apply_updates(self.params, updates)
         self.went(math.isfinite(factor), before)
 
@@ -111,31 +112,25 @@ class TransformationCalls(Calling):
     def apply_eagerly(self, factor: float) -> None:
         before = self.before()
         self.params, self.opt_state = self.call(
-            apply_gradients, self.optimizer, self.gradients(factor), self.opt_state, self.params
+            apply_gradients, self.optimizer, *self.found(factor), self.params
         )
         self.went(math.isfinite(factor), before)
 
     @rule()
     def look_whether_it_gave_up(self) -> None:
-        for check, arguments in (
-            (check_exhausted, (self.opt_state, self.policy)),
-            (self.scale.check_exhausted, ()),
-        ):
-            if self.model.exhausted_overflows:
-                self.refused(PreampError, check, *arguments)
-            else:
-                self.call(check, *arguments)
+        if self.model.exhausted_overflows:
+            self.refused(PreampError, check_exhausted, self.opt_state, self.policy)
+        else:
+            self.call(check_exhausted, self.opt_state, self.policy)
 
     @rule()
     def save(self) -> None:
-        scale = (self.scale.state, self.scale.exhausted_scale, self.scale.exhausted_overflows)
-        self.saved = pickle.dumps((self.params, self.opt_state, scale)), self.model
+        self.saved = pickle.dumps((self.params, self.opt_state)), self.model
 
     @precondition(lambda self: self.saved)
     @rule()
     def load(self) -> None:
-        self.params, self.opt_state, scale = pickle.loads(self.saved[0])
-        self.scale, self.model = LossScale(self.policy, *scale), self.saved[1]
+        (self.params, self.opt_state), self.model = pickle.loads(self.saved[0]), self.saved[1]
 
     # What is not
 
@@ -144,30 +139,32 @@ class TransformationCalls(Calling):
         self.refused(PreampError, last_step, wrong)
         self.refused(PreampError, check_exhausted, wrong, self.policy)
         self.refused((PreampError, TypeError), self.compiled, self.params, wrong, 1.0)  # JAX takes no words
-        gradients = self.gradients(1.0)
+        gradients, _ = self.found(1.0)
+        self.refused(PreampError, value_and_grad(loss), self.params, wrong, 1.0)
         self.refused(PreampError, self.optimizer.update, gradients, wrong, self.params)
         self.refused(PreampError, apply_gradients, self.optimizer, gradients, wrong, self.params)
 
     @rule()
     def swap_arguments(self) -> None:
         self.refused(PreampError, self.compiled, self.opt_state, self.params, 1.0)
-        self.refused(PreampError, apply_gradients, self.optimizer, self.gradients(1.0), self.opt_state, None)
+        self.refused(PreampError, apply_gradients, self.optimizer, *self.found(1.0), None)
 
     @rule()
-    def give_gradients_without_a_scale(self) -> None:
-        plain = self.gradients(1.0).gradients
-        self.refused(PreampError, self.updated, plain, self.opt_state, self.params)
-        self.refused(PreampError, apply_gradients, self.optimizer, plain, self.opt_state, self.params)
+    def leave_out_the_backward_pass_or_the_update(self) -> None:
+        gradients, pending = self.found(1.0)
+        self.refused(PreampError, self.updated, gradients, self.opt_state, self.params)
+        self.refused(PreampError, apply_gradients, self.optimizer, gradients, self.opt_state, self.params)
+        self.refused(PreampError, differentiate, self.params, pending, 1.0)
+        self.refused(PreampError, self.compiled, self.params, pending, 1.0)
 
     @rule(name=st.sampled_from(["b", "w"]), leaf=st.sampled_from([None, np.ones(7, np.float32), ...]))
     def give_gradients_that_do_not_match(self, name: str, leaf: Any) -> None:
-        scaled = self.gradients(1.0)
-        wrong = {**scaled.gradients, name: leaf}
+        gradients, pending = self.found(1.0)
+        wrong = {**gradients, name: leaf}
         if leaf is ...:
             del wrong[name]
-        given = ScaledGradients(wrong, scaled.scale)
-        self.refused(PreampError, self.updated, given, self.opt_state, self.params)
-        self.refused(PreampError, apply_gradients, self.optimizer, given, self.opt_state, self.params)
+        self.refused(PreampError, self.updated, wrong, pending, self.params)
+        self.refused(PreampError, apply_gradients, self.optimizer, wrong, pending, self.params)
 
     @rule()
     def wrap_twice(self) -> None:
@@ -186,15 +183,6 @@ class TransformationCalls(Calling):
     @rule(wrong=st.sampled_from([5, "dynamic", Dynamic, [1.0]]))
     def scale_by_what_is_no_policy(self, wrong: Any) -> None:
         self.refused(PreampError, loss_scaled, optax.sgd(0.1), wrong)
-        self.refused(PreampError, LossScale, wrong)
-
-    @rule(wrong=st.sampled_from([1.0, math.nan, np.float32(0.5), "yes", None, [True, False], 1]))
-    def advance_by_what_is_no_flag(self, wrong: Any) -> None:
-        self.refused(PreampError, self.scale.advance, wrong)
-
-    @rule(wrong=st.sampled_from([5, (1.0, 2.0, 3.0), "state", {"scale": 1.0}]))
-    def go_on_from_what_is_no_state(self, wrong: Any) -> None:
-        self.refused(PreampError, LossScale, self.policy, wrong)
 
     @rule()
     def ask_inside_a_transformed_function(self) -> None:
@@ -206,10 +194,9 @@ class TransformationCalls(Calling):
     def the_state_is_the_policys(self) -> None:
         assert isinstance(self.opt_state, LossScaledState)
         state, model = self.opt_state, self.model
-        for held, scaler in ((state.policy_state, state), (self.scale.state, self.scale)):
-            assert [float(number) for number in held] == list(model.policy_state)
-            assert float(scaler.exhausted_scale) == model.exhausted_scale
-            assert float(scaler.exhausted_overflows) == model.exhausted_overflows
+        assert [float(number) for number in state.policy_state] == list(model.policy_state)
+        assert float(state.exhausted_scale) == model.exhausted_scale
+        assert float(state.exhausted_overflows) == model.exhausted_overflows
         assert (int(state.steps), int(state.skipped_steps)) == (model.steps, model.skipped_steps)
 
     @invariant()

@@ -20,18 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import preamp
 from preamp import Dynamic
-from preamp.jax import (
-    LossScale,
-    ScaledGradients,
-    apply_gradients,
-    last_step,
-    loss_scaled,
-    scaled_value_and_grad,
-    step,
-    value_and_grad,
-)
+from preamp.jax import apply_gradients, last_step, loss_scaled, step, value_and_grad
 
-from .trainings import SCRIPT, batches, identical, loss, off_by, parameters, shard_map
+from .trainings import SCRIPT, batches, handed, identical, loss, off_by, parameters, shard_map
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 POLICY = Dynamic(init_scale=2.0**10, growth_interval=2)
@@ -159,7 +150,7 @@ def test_unchecked_shards_agree_as_well(mesh: Mesh) -> None:
     optimizer = loss_scaled(optax.sgd(1.0), Dynamic(init_scale=4.0), max_norm=1.0, axis_name="d")
 
     def update(params: Any, state: Any, scaled: Any) -> Any:
-        return apply_gradients(optimizer, ScaledGradients(scaled, state.policy_state.scale), state, params)
+        return apply_gradients(optimizer, *handed(scaled, state), params)
 
     train = jax.jit(shard_map(update, mesh, (SPLIT, WHOLE, SPLIT), (SPLIT, WHOLE), False))
     params = jnp.ones(DEVICES)
@@ -173,17 +164,17 @@ def test_unchecked_shards_agree_as_well(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_value_and_grad_reads_what_all_devices_have(mesh: Mesh, checked: bool) -> None:
+def test_value_and_grad_measures_what_all_devices_have(mesh: Mesh, checked: bool) -> None:
     params, x = parameters(), BATCHES[0]
-    differentiate = value_and_grad(loss, axis_name="d")
+    state, differentiate = OPTIMIZER.init(params), value_and_grad(loss, axis_name="d")
     mapped = jax.jit(shard_map(differentiate, mesh, (WHOLE, WHOLE, SPLIT), WHOLE, checked))
-    value, gradients, reading = mapped(LossScale(), params, x)
+    value, gradients, pending = mapped(params, state, x)
     expected, plain = jax.value_and_grad(loss)(params, x)
     assert off_by((value, gradients), (expected, plain)) < 1e-6
-    assert reading.finite
+    assert pending.finite
     x = x.copy()
     x[6, 0] = np.inf
-    assert not mapped(LossScale(), params, x)[2].finite
+    assert not mapped(params, state, x)[2].finite
 
 
 def test_float16_gradients_are_averaged_in_float32(mesh: Mesh) -> None:
@@ -192,12 +183,13 @@ def test_float16_gradients_are_averaged_in_float32(mesh: Mesh) -> None:
     def large(w: Any, x: Any) -> Any:
         return jnp.sum(w * x)
 
-    differentiate = scaled_value_and_grad(large, axis_name="d")
+    differentiate = value_and_grad(large, axis_name="d")
     mapped = jax.jit(shard_map(differentiate, mesh, (WHOLE, WHOLE, SPLIT), WHOLE, False))
-    scale, x = LossScale(Dynamic(init_scale=1.0)), jnp.full(DEVICES, 6e4, jnp.float16)
-    value, gradient = mapped(scale, jnp.ones((), jnp.float16), x)
-    assert float(value) == float(gradient.gradients) == float(jnp.float16(6e4))
-    sums = [line for line in str(jax.make_jaxpr(mapped)(scale, x[0], x)).splitlines() if "psum" in line]
+    w, x = jnp.ones((), jnp.float16), jnp.full(DEVICES, 6e4, jnp.float16)
+    state = loss_scaled(optax.sgd(1.0), Dynamic(init_scale=1.0)).init(w)
+    value, gradient, _ = mapped(w, state, x)
+    assert float(value) == float(gradient) == float(jnp.float16(6e4))
+    sums = [line for line in str(jax.make_jaxpr(mapped)(w, state, x)).splitlines() if "psum" in line]
     assert sums
     assert not any("f16" in line.split("=")[0] for line in sums)
 
@@ -205,24 +197,25 @@ def test_float16_gradients_are_averaged_in_float32(mesh: Mesh) -> None:
 def test_gradients_of_what_each_device_has_for_itself_are_averaged_too(mesh: Mesh) -> None:
     """In a checked `shard_map` parameters that vary have gradients that nobody has summed yet."""
 
-    def differentiate(scale: Any, params: Any, x: Any) -> Any:
+    def differentiate(params: Any, state: Any, x: Any) -> Any:
         none = 0.0 * jax.lax.axis_index("d").astype(jnp.float32)
         varying = jax.tree.map(lambda leaf: leaf + none, params)
-        return value_and_grad(loss, axis_name="d")(scale, varying, x)[:2]
+        return value_and_grad(loss, axis_name="d")(varying, state, x)[:2]
 
     mapped = jax.jit(shard_map(differentiate, mesh, (WHOLE, WHOLE, SPLIT), WHOLE))
     params, x = parameters(), BATCHES[0]
-    assert off_by(mapped(LossScale(), params, x), jax.value_and_grad(loss)(params, x)) < 1e-6
+    found = mapped(params, OPTIMIZER.init(params), x)
+    assert off_by(found, jax.value_and_grad(loss)(params, x)) < 1e-6
 
 
 def test_a_loss_that_is_not_averaged_has_the_summed_gradients_that_shard_map_gives(mesh: Mesh) -> None:
-    def differentiate(scale: Any, params: Any, x: Any) -> Any:
-        return value_and_grad(loss)(scale, params, x)[1]
+    def differentiate(params: Any, state: Any, x: Any) -> Any:
+        return value_and_grad(loss, axis_name=())(params, state, x)[1]
 
     mapped = jax.jit(shard_map(differentiate, mesh, (WHOLE, WHOLE, SPLIT), WHOLE))
     params, x = parameters(), BATCHES[0]
     summed = jax.tree.map(lambda leaf: leaf * DEVICES, jax.grad(loss)(params, x))
-    assert off_by(mapped(LossScale(), params, x), summed) < 1e-6
+    assert off_by(mapped(params, OPTIMIZER.init(params), x), summed) < 1e-6
 
 
 # Devices that average nothing: JAX reports no error, so this library warns.
@@ -236,27 +229,11 @@ def alone_in(step_of: Callable[[Any, Any, Any], Any], mesh: Mesh, checked: bool 
     return jax.jit(shard_map(step_of, mesh, (WHOLE, WHOLE, SPLIT), (WHOLE, WHOLE), checked))
 
 
-def by_hand(
-    change: Callable[[Any], Any] = lambda scaled: scaled, optimizer: Any = OPTIMIZER, **settings: Any
-) -> Callable[[Any, Any, Any], Any]:
-    """Return a step in parts, which changes the gradients before the update."""
-
-    def train(params: Any, state: Any, x: Any) -> Any:
-        _, scaled = scaled_value_and_grad(loss, **settings)(state, params, x)
-        return apply_gradients(optimizer, change(scaled), state, params)
-
-    return train
-
-
 def whole(optimizer: Any = OPTIMIZER, **settings: Any) -> Callable[[Any, Any, Any], Any]:
     def train(params: Any, state: Any, x: Any) -> Any:
         return step(loss, optimizer, **settings)(params, state, x)[1:]
 
     return train
-
-
-def averaged(scaled: ScaledGradients) -> ScaledGradients:
-    return scaled.map(lambda leaf: jax.lax.pmean(leaf, "d"))
 
 
 def test_devices_that_average_nothing_are_warned_of(mesh: Mesh) -> None:
@@ -270,20 +247,14 @@ def test_devices_that_average_nothing_are_warned_of(mesh: Mesh) -> None:
     assert len(norms) == DEVICES
 
 
-@pytest.mark.parametrize("train", [by_hand(), by_hand(lambda scaled: (scaled + scaled).map(lambda g: g / 2))])
-def test_gradients_that_were_not_averaged_are_warned_of_in_the_update(mesh: Mesh, train: Any) -> None:
-    params = parameters()
-    instead = r"averages no gradients.* Write scaled_value_and_grad\(loss_fn, axis_name='d'\)"
-    with pytest.warns(UserWarning, match=instead):
-        alone_in(train, mesh)(params, OPTIMIZER.init(params), BATCHES[0])
+@pytest.mark.parametrize("by", ["axis_name", "hand"])
+def test_gradients_that_were_averaged_are_not_warned_of(mesh: Mesh, by: str) -> None:
+    def train(params: Any, state: Any, x: Any) -> Any:
+        averages = value_and_grad(loss, axis_name="d" if by == "axis_name" else ())
+        _, gradients, pending = averages(params, state, x)
+        mean = jax.lax.pmean(gradients, "d") if by == "hand" else gradients
+        return apply_gradients(OPTIMIZER, mean, pending, params)
 
-
-@pytest.mark.parametrize(
-    "train",
-    [by_hand(axis_name="d"), by_hand(lambda scaled: averaged(scaled).map(lambda g: g))],
-    ids=["axis_name", "map twice"],
-)
-def test_gradients_that_were_averaged_are_not_warned_of(mesh: Mesh, train: Any) -> None:
     params = parameters()
     params, state = alone_in(train, mesh)(params, OPTIMIZER.init(params), BATCHES[0])
     last_step(state)

@@ -17,20 +17,19 @@ from jax.sharding import Mesh, PartitionSpec
 
 from preamp import ExponentHistogram, Trace, UsageError
 from preamp.jax import (
-    LossScale,
-    ScaledGradients,
+    accumulate,
     apply_gradients,
     exponent_histogram,
     flow_slot,
     last_step,
     loss_scaled,
-    scaled_value_and_grad,
     snapshot,
     step,
     value_and_grad,
     watch,
+    zero_grads,
 )
-from preamp.policy import Headroom, Static
+from preamp.policy import Headroom, Policy, Static
 from tests.seeing import counted
 
 from .trainings import enable_x64, shard_map
@@ -174,15 +173,17 @@ def network(parameters: Any, slots: Any, x: Any) -> Any:
     return jnp.sum(watch(hidden.astype(jnp.float16) * 3.0, slots["out"]).astype(jnp.float32))
 
 
+def state_of(policy: Policy[Any]) -> Any:
+    return loss_scaled(optax.sgd(0.1), policy).init(None)
+
+
 def test_flows_are_counted_in_the_backward_pass_of_the_gradients() -> None:
     parameters, x = {"w": jnp.linspace(-1.0, 1.0, 6).reshape(3, 2)}, jnp.ones((4, 3))
     slots = {"hidden": flow_slot(), "out": flow_slot()}
     plain = jax.grad(network)(parameters, slots, x)
-    differentiate = jax.jit(scaled_value_and_grad(network, argnums=(0, 1)))
-    scale = LossScale(Static(2.0**6))
-    _, scaled = differentiate(scale, parameters, slots, x)
-    gradients, flows = scaled.gradients
-    assert np.array_equal(gradients["w"], plain["w"] * 2.0**6)
+    differentiate = jax.jit(value_and_grad(network, argnums=(0, 1)))
+    _, (gradients, flows), _ = differentiate(parameters, state_of(Static(2.0**6)), slots, x)
+    assert np.array_equal(gradients["w"], plain["w"])
     one = snapshot(flows, index=2, scale=2.0**6, what="flow")
     assert [(row.name, row.what, row.histogram) for row in one.rows] == [
         ("hidden", "flow", ExponentHistogram(7, (8,))),  # 64 * 3
@@ -202,7 +203,6 @@ def test_a_slot_that_is_used_often_adds_up_and_flows_under_transforms_too() -> N
     assert np.array_equal(saved.counts, flows.counts)
 
 
-SCALE = LossScale(Static(2.0**6))
 WEIGHTS = {"w": jnp.linspace(-1.0, 1.0, 6).reshape(3, 2)}
 INPUT = jnp.ones((4, 3))
 
@@ -219,37 +219,26 @@ def flow(flows: Any) -> ExponentHistogram:
 
 @pytest.mark.parametrize("scale", [2.0**6, 2.0**-3])
 def test_counts_are_not_unscaled(scale: float) -> None:
-    loss_scale, both = LossScale(Static(scale)), {"argnums": (0, 1)}
+    state, differentiate = state_of(Static(scale)), value_and_grad(watched, argnums=(0, 1))
     slots = {"h": flow_slot()}
-    _, scaled = scaled_value_and_grad(watched, **both)(loss_scale, WEIGHTS, slots, INPUT)
-    expected = ExponentHistogram(1 + int(np.log2(scale)), (8,))  # 3 * scale
-    halved = jax.tree.map(lambda leaf: leaf, scaled).map(lambda g: g / 2)
-    value_and_gradients = jax.jit(value_and_grad(watched, **both))(loss_scale, WEIGHTS, slots, INPUT)
-    for flows in (
-        scaled.gradients[1],
-        scaled.unscale()[1],
-        loss_scale.unscale(scaled.gradients)[1],
-        halved.gradients[1],
-        value_and_gradients[1][1],
-    ):
-        assert flow(flows) == expected
-    (row,) = snapshot((scaled + scaled).unscale()[1], index=0, what="flow").rows
-    assert row.histogram.total == 16
-    assert exponent_histogram(scaled.gradients)[1] == {"h": None}
+    for run in (differentiate, jax.jit(differentiate)):
+        _, *found = run(WEIGHTS, state, slots, INPUT)
+        assert flow(found[0][1]) == ExponentHistogram(1 + int(np.log2(scale)), (8,))  # 3 * scale
+    total = accumulate(accumulate(zero_grads((WEIGHTS, slots), state), found), found)
+    assert flow(total[0][1]).total == 16
+    assert exponent_histogram(total[0])[1] == {"h": None}
 
 
 def test_counts_are_no_part_of_the_norm_the_peak_or_the_step() -> None:
     policy = Headroom(init_scale=1.0)
     x = jnp.ones((4000, 3)) * 2.0**-20
     slots = {"h": flow_slot()}
-    plain = value_and_grad(watched)(LossScale(policy), WEIGHTS, slots, x)[2]
-    both = value_and_grad(watched, argnums=(0, 1))(LossScale(policy), WEIGHTS, slots, x)[2]
-    assert both.peak == plain.peak < 1.0
     optimizer = loss_scaled(optax.sgd(0.1), policy, max_norm=1.0)
     state = optimizer.init(WEIGHTS)
-    value, scaled = scaled_value_and_grad(watched, argnums=(0, 1))(state, WEIGHTS, slots, x)
-    gradients = ScaledGradients(scaled.gradients[0], scaled.scale, value)
-    ours = last_step(apply_gradients(optimizer, gradients, state, WEIGHTS)[1])
+    plain = value_and_grad(watched)(WEIGHTS, state, slots, x)[2]
+    _, (gradients, _), both = value_and_grad(watched, argnums=(0, 1))(WEIGHTS, state, slots, x)
+    assert both.peak == plain.peak < 1.0
+    ours = last_step(apply_gradients(optimizer, gradients, both, WEIGHTS)[1])
     one = last_step(step(lambda p: watched(p, slots, x), optimizer)(WEIGHTS, state)[2])
     assert ours == one
     with pytest.raises(
@@ -265,7 +254,8 @@ def test_flows_of_devices_are_added_up(checked: bool, ours: bool) -> None:
     def counted(parameters: Any, slots: Any, x: Any) -> Any:
         if ours:
             axis = {"axis_name": "d", "argnums": (0, 1)}
-            return scaled_value_and_grad(watched, **axis)(SCALE, parameters, slots, x)[1].gradients[1]
+            state = state_of(Static(2.0**6))
+            return value_and_grad(watched, **axis)(parameters, state, slots, x)[1][1]
         flows = jax.grad(watched, argnums=1)(parameters, slots, x)
         return flows if checked else lax.psum(flows, "d")
 

@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from preamp import Static
-from preamp.jax import ScaledGradients, all_finite, apply_gradients, last_step, loss_scaled, step
+from preamp.jax import all_finite, apply_gradients, last_step, loss_scaled, step
 from tests.extremes import EXTREMES, Extreme, off_by
 
-from .trainings import enable_x64, shard_map
+from .trainings import enable_x64, handed, handing, shard_map
 
 FAR = 1e36  # a norm to clip to that is itself beyond the range of squares
 
@@ -44,22 +44,13 @@ def check(row: Extreme, max_norm: float | None, updated: Any, state: Any) -> Non
         assert not any(np.any(np.asarray(one)) for one in updated)
 
 
-@jax.custom_vjp
-def handing(params: Any, gradients: Any) -> Any:
-    """Return a loss that has these gradients, whatever scale comes in backward."""
-    return sum(jnp.sum(one) * 0.0 for one in params)
-
-
-handing.defvjp(lambda params, gradients: (jnp.float32(0.0), gradients), lambda kept, _: (kept, None))
-
-
 @cache
 def update(max_norm: float | None) -> tuple[Any, Any]:
     """Return an optimizer and a compiled step of it, which serve all rows: the scale is in the state."""
     optimizer = loss_scaled(optax.sgd(1.0), Static(1.0), max_norm=max_norm)
 
     def updated(params: Any, state: Any, gradients: Any) -> Any:
-        return optimizer.update(ScaledGradients(gradients, state.policy_state.scale), state, params)
+        return optimizer.update(*handed(gradients, state), params)
 
     return optimizer, jax.jit(updated)
 
@@ -67,7 +58,7 @@ def update(max_norm: float | None) -> tuple[Any, Any]:
 @cache
 def stepped(max_norm: float | None) -> tuple[Any, Any]:
     optimizer = loss_scaled(optax.sgd(1.0), Static(1.0), max_norm=max_norm)
-    return optimizer, jax.jit(lambda *args: step(handing, optimizer)(*args)[1:])
+    return optimizer, jax.jit(lambda *args: step(handing, optimizer)(*args, 0.0)[1:])
 
 
 @cache
@@ -76,8 +67,7 @@ def sharded(max_norm: float | None, tracked: bool) -> tuple[Any, Any]:
     places: Any = [P("model"), P("model"), P()][: 2 + tracked]
 
     def apply(params: Any, state: Any, gradients: Any) -> Any:
-        scaled = ScaledGradients(gradients, state.policy_state.scale)
-        return apply_gradients(optimizer, scaled, state, params)
+        return apply_gradients(optimizer, *handed(gradients, state), params)
 
     mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
     return optimizer, jax.jit(shard_map(apply, mesh, (places, P(), places), (places, P()), tracked))

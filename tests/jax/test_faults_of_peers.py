@@ -12,14 +12,9 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 from preamp import Dynamic, Static, dialects
-from preamp.jax import (
-    LossScale,
-    ScaledGradients,
-    last_step,
-    loss_scaled,
-    step,
-    value_and_grad,
-)
+from preamp.jax import last_step, loss_scaled, step, value_and_grad
+
+from .trainings import handed
 
 jmp, mpx = pytest.importorskip("jmp"), pytest.importorskip("mpx")
 
@@ -28,11 +23,16 @@ def square(w: Any) -> Any:
     return jnp.sum(w * w)
 
 
-def grown(scale: LossScale, steps: int) -> list[float]:
-    scales = []
+def state_of(policy: Any) -> Any:
+    return loss_scaled(optax.sgd(0.1), policy).init(jnp.ones(2))
+
+
+def grown(policy: Any, steps: int) -> list[float]:
+    optimizer, scales = loss_scaled(optax.sgd(0.1), policy), []
+    w, train, state = jnp.ones(2), jax.jit(step(square, optimizer)), state_of(policy)
     for _ in range(steps):
-        scale = scale.advance(True)
-        scales.append(float(scale.loss_scale))
+        _, w, state = train(w, state)
+        scales.append(last_step(state).new_scale)
     return scales
 
 
@@ -41,11 +41,10 @@ def test_a_step_on_which_the_scale_grows_returns_the_exact_gradient() -> None:
     scaling = mpx.DynamicLossScaling(jnp.float32(8.0), jnp.float32(1.0), period=1)
     halved = mpx.filter_value_and_grad(square, scaling)(w)
     assert halved[-1].tolist() == [1.0, 3.0]
-    scale = LossScale(Dynamic(init_scale=8.0, growth_interval=1))
-    value, gradient, reading = value_and_grad(square)(scale, w)
-    assert (float(value), gradient.tolist()) == (10.0, [2.0, 6.0])
-    assert float(scale.advance(reading).loss_scale) == 16.0
     optimizer = loss_scaled(optax.sgd(1.0), Dynamic(init_scale=8.0, growth_interval=1))
+    value, gradient, state = value_and_grad(square)(w, optimizer.init(w))
+    assert (float(value), gradient.tolist()) == (10.0, [2.0, 6.0])
+    assert last_step(optimizer.update(gradient, state, w)[1]).new_scale == 16.0
     _, after, state = step(square, optimizer)(w, optimizer.init(w))
     assert after.tolist() == [-1.0, -3.0]
     assert last_step(state).new_scale == 16.0
@@ -57,18 +56,20 @@ def test_the_floor_survives_trees_and_compilation() -> None:
     for _ in range(5):
         theirs = theirs.adjust(overflow)
     assert float(theirs.loss_scale) == 1.0
-    ours = jax.jit(lambda scale: scale.advance(False))(LossScale(Dynamic(init_scale=8.0, min_scale=4.0)))
+    w, optimizer = jnp.full(2, jnp.inf), loss_scaled(optax.sgd(0.1), Dynamic(init_scale=8.0, min_scale=4.0))
+    _, _, ours = jax.jit(step(square, optimizer))(w, optimizer.init(w))
     for _ in range(5):
-        ours = jax.tree.map(lambda leaf: leaf, ours).advance(False)
-    assert float(ours.loss_scale) == 4.0
+        _, _, ours = step(square, optimizer)(w, jax.tree.map(lambda leaf: leaf, ours))
+    assert last_step(ours).new_scale == 4.0
 
 
 def test_a_program_can_be_lowered_for_a_loss_scale() -> None:
     theirs = jmp.DynamicLossScale(jnp.float32(8.0))
     with pytest.raises(TypeError):
         jax.jit(lambda scale: scale.adjust(jnp.array(True))).lower(theirs)
-    lowered = jax.jit(lambda scale: scale.advance(True)).lower(LossScale())
-    assert float(lowered.compile()(LossScale()).loss_scale) == 2.0**16
+    w, optimizer = jnp.ones(2), loss_scaled(optax.sgd(0.1))
+    ours = jax.jit(step(square, optimizer)).lower(w, optimizer.init(w)).compile()
+    assert last_step(ours(w, optimizer.init(w))[2]).new_scale == 2.0**16
 
 
 def test_a_program_is_traced_once() -> None:
@@ -80,11 +81,11 @@ def test_a_program_is_traced_once() -> None:
         return scale.value_and_grad(square)(w)[0]
 
     @jax.jit
-    def ours(scale: LossScale, w: Any) -> Any:
+    def ours(state: Any, w: Any) -> Any:
         traced["ours"] += 1
-        return scale.advance(value_and_grad(square)(scale, w)[2])
+        return step(square, loss_scaled(optax.sgd(0.1)))(w, state)[2]
 
-    flaxs, mine, w = DynamicScale(), LossScale(), jnp.ones(2)
+    flaxs, mine, w = DynamicScale(), state_of(Dynamic()), jnp.ones(2)
     for _ in range(3):
         flaxs, mine = theirs(flaxs, w), ours(mine, w)
     assert traced == {"theirs": 2, "ours": 1}
@@ -99,8 +100,8 @@ def test_a_float16_loss_and_its_gradient_are_finite_at_the_first_step() -> None:
     assert not finite
     assert np.isnan(value)
     assert not np.all(np.isfinite(gradient))
-    value, gradient, reading = value_and_grad(loss)(LossScale(dialects.FLAX()), w)
-    assert reading.finite
+    value, gradient, state = value_and_grad(loss)(w, state_of(dialects.FLAX()))
+    assert state.finite
     assert (float(value), gradient.tolist()) == (1.0, [0.5] * 4)
 
 
@@ -110,7 +111,7 @@ def test_arguments_can_be_given_by_name() -> None:
 
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         DynamicScale().value_and_grad(loss)(jnp.ones(2), x=jnp.ones(2))
-    assert value_and_grad(loss)(LossScale(), jnp.ones(2), x=jnp.ones(2))[0] == 2.0
+    assert value_and_grad(loss)(jnp.ones(2), state_of(Dynamic()), x=jnp.ones(2))[0] == 2.0
 
 
 def test_the_scale_grows_after_exactly_the_interval() -> None:
@@ -119,8 +120,8 @@ def test_the_scale_grows_after_exactly_the_interval() -> None:
         theirs, *_ = theirs.value_and_grad(square)(jnp.ones(2))
         scales.append(float(theirs.scale))
     assert scales == [2.0**16, 2.0**16, 2.0**16, 2.0**17]
-    assert grown(LossScale(Dynamic(growth_interval=3)), 4) == [2.0**16, 2.0**16, 2.0**17, 2.0**17]
-    assert grown(LossScale(dialects.FLAX(growth_interval=3)), 4) == scales
+    assert grown(Dynamic(growth_interval=3), 4) == [2.0**16, 2.0**16, 2.0**17, 2.0**17]
+    assert grown(dialects.FLAX(growth_interval=3), 4) == scales
 
 
 def test_growth_is_bounded() -> None:
@@ -128,7 +129,7 @@ def test_growth_is_bounded() -> None:
     for _ in range(5):
         theirs = theirs.adjust(jnp.array(True))
     assert float(theirs.loss_scale) == 2.0**35
-    assert grown(LossScale(Dynamic(init_scale=2.0**30, growth_interval=1)), 5)[-1] == 2.0**32
+    assert grown(Dynamic(init_scale=2.0**30, growth_interval=1), 5)[-1] == 2.0**32
 
 
 def test_a_float16_norm_does_not_overflow_into_updates_of_zero() -> None:
@@ -136,7 +137,7 @@ def test_a_float16_norm_does_not_overflow_into_updates_of_zero() -> None:
     clip = optax.clip_by_global_norm(1.0)
     assert clip.update(gradients, clip.init(gradients))[0].tolist() == [0.0, 0.0]
     optimizer = loss_scaled(optax.sgd(1.0), Dynamic(init_scale=1.0), max_norm=1.0)
-    updates, _ = optimizer.update(ScaledGradients(gradients, 1.0), optimizer.init(gradients))
+    updates, _ = optimizer.update(*handed(gradients, optimizer.init(gradients)))
     assert np.allclose(updates, -(0.5**0.5))
 
 
@@ -147,7 +148,7 @@ def test_no_number_of_overflows_lets_one_through() -> None:
     their_state, our_state = theirs.init(w), ours.init(w)
     for _ in range(3):
         updates, their_state = theirs.update(bad, their_state, w)
-        mine, our_state = ours.update(ScaledGradients(bad, 1.0), our_state, w)
+        mine, our_state = ours.update(*handed(bad, our_state), w)
     assert np.isnan(updates).any()
     assert mine.tolist() == [0.0, 0.0]
 
@@ -162,7 +163,7 @@ def test_accumulated_gradients_recover_from_an_overflow() -> None:
     for entry in (1.0, jnp.inf, 1.0, 1.0, 1.0):
         gradient = jnp.full(2, entry)
         updates, their_state = theirs.update(gradient, their_state, w)
-        mine, our_state = ours.update(ScaledGradients(gradient, 1.0), our_state, w)
+        mine, our_state = ours.update(*handed(gradient, our_state), w)
         totals += jnp.stack([updates, mine])
     assert np.isnan(their_state.acc_grads).all()
     assert totals.tolist() == [[0.0, 0.0], [-2.0, -2.0]]

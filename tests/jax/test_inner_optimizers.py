@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from preamp import Dynamic, Static
-from preamp.jax import apply_gradients, autocast, last_step, loss_scaled, scaled_value_and_grad, step
+from preamp.jax import apply_gradients, autocast, last_step, loss_scaled, step, value_and_grad
 
 from .trainings import batches, identical, loss, off_by, parameters
 
@@ -26,16 +26,16 @@ def whole(optimizer: Any) -> Callable[..., Any]:
 
 def applied(optimizer: Any) -> Callable[..., Any]:
     def train(params: Any, state: Any, x: Any) -> Any:
-        _, scaled = scaled_value_and_grad(loss)(state, params.fast, x)
-        return apply_gradients(optimizer, scaled, state, params)
+        _, *found = value_and_grad(loss)(params.fast, state, x)
+        return apply_gradients(optimizer, *found, params)
 
     return train
 
 
 def handed(optimizer: Any) -> Callable[..., Any]:
     def train(params: Any, state: Any, x: Any) -> Any:
-        _, scaled = scaled_value_and_grad(loss)(state, params.fast, x)
-        updates, state = optimizer.update(scaled, state, params)
+        _, *found = value_and_grad(loss)(params.fast, state, x)
+        updates, state = optimizer.update(*found, params)
         return optax.apply_updates(params, updates), state
 
     return train
@@ -133,8 +133,8 @@ def test_integers_among_the_parameters_stay() -> None:
         return jnp.sum(params["w"]) * factor * params["table"][0]
 
     def train(params: Any, state: Any, factor: Any) -> Any:
-        _, scaled = scaled_value_and_grad(of)(state, params, factor)
-        return apply_gradients(optimizer, scaled, state, params), optimizer.update(scaled, state, params)
+        _, *found = value_and_grad(of)(params, state, factor)
+        return apply_gradients(optimizer, *found, params), optimizer.update(*found, params)
 
     train = jax.jit(train)
     (after, _), (updates, _) = train(params, optimizer.init(params), 2.0)
@@ -156,8 +156,8 @@ def test_an_optimizer_that_takes_no_value_or_gradient_by_name_is_not_given_any(o
     @jax.jit
     def train(params: Any, state: Any, x: Any) -> Any:
         extra = {"grad_fn": lambda params, _: jax.grad(loss)(params, x)} if opaque else {}
-        _, scaled = scaled_value_and_grad(loss)(state, params, x)
-        return apply_gradients(optimizer, scaled, state, params, **extra)
+        _, *found = value_and_grad(loss)(params, state, x)
+        return apply_gradients(optimizer, *found, params, **extra)
 
     @jax.jit
     def stock(params: Any, state: Any, x: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,11 +17,8 @@ from flax import nnx
 
 from preamp import Dynamic, UsageError
 from preamp.jax import (
-    LossScale,
-    ScaledGradients,
     autocast,
     loss_scaled,
-    scaled_value_and_grad,
     step,
     value_and_grad,
 )
@@ -469,8 +465,7 @@ def test_a_module_whose_state_would_be_lost_is_refused_as_parameters(kind: Any, 
         lambda: optimizer.init(module),
         lambda: step(loss_of, optimizer)(module, state, x),
         lambda: nnx.jit(step(loss_of, optimizer))(module, state, x),
-        lambda: scaled_value_and_grad(loss_of)(state, module, x),
-        lambda: value_and_grad(loss_of)(LossScale(), {"model": module}["model"], x),
+        lambda: value_and_grad(loss_of)(module, state, x),
     ):
         with pytest.raises(UsageError, match=rf"{named}.*nnx\.split\(model, nnx\.Param, \.\.\.\)"):
             call()
@@ -531,9 +526,3 @@ def test_a_module_of_parameters_alone_is_trained() -> None:
         value, module, state = train(module, state, x)
         values.append(float(value))
     assert values == sorted(values, reverse=True) != [values[0]] * 3
-
-
-@pytest.mark.parametrize("scale", [0.0, -2.0, math.inf, math.nan])
-def test_a_scale_that_no_loss_can_have_is_refused(scale: float) -> None:
-    with pytest.raises(UsageError, match="positive and finite"):
-        ScaledGradients(jnp.ones(2), scale)

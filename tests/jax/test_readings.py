@@ -13,20 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from preamp import Dynamic, Headroom, PolicyError
-from preamp.jax import (
-    LossScale,
-    ScaledGradients,
-    apply_gradients,
-    last_step,
-    loss_scaled,
-    scaled_value_and_grad,
-    step,
-)
-from preamp.jax import value_and_grad as differentiated
+from preamp import Dynamic, Headroom
+from preamp.jax import apply_gradients, last_step, loss_scaled, step, value_and_grad
 from tests.seeing import Remembering, peak_of, scales_after
 
-from .trainings import batches, enable_x64, loss, parameters, shard_map
+from .trainings import batches, enable_x64, handed, loss, parameters, shard_map
 
 POLICY = Remembering()
 OPTIMIZER = loss_scaled(optax.sgd(0.5), POLICY)
@@ -53,7 +44,7 @@ def remembered(state: Any) -> list[float]:
     return [float(number) for number in (state.scale, state.peak)]
 
 
-update = jax.jit(OPTIMIZER.update)
+update = jax.jit(lambda scaled, state: OPTIMIZER.update(*handed(scaled, state)))
 
 
 @settings(max_examples=20, deadline=None)
@@ -62,7 +53,7 @@ update = jax.jit(OPTIMIZER.update)
 def test_the_peak_is_that_of_all_scaled_gradients(entries: list[float]) -> None:
     gradients = tree_of(entries)
     peak = peak_of(gradients.values())
-    _, state = update(ScaledGradients(gradients, 1.0), OPTIMIZER.init(gradients))
+    _, state = update(gradients, OPTIMIZER.init(gradients))
     assert float(state.policy_state.peak) == peak
     assert last_step(state).peak == peak
 
@@ -71,8 +62,8 @@ def test_the_peak_is_that_of_all_scaled_gradients(entries: list[float]) -> None:
 def test_an_overflow_says_nothing_and_leaves_the_next_step_as_it_was(bad: float) -> None:
     gradients = tree_of([1.0] * COUNT)
     spoilt = tree_of([*[1.0] * (COUNT - 1), bad])
-    _, state = update(ScaledGradients(gradients, 1.0), OPTIMIZER.init(gradients))
-    _, state = update(ScaledGradients(spoilt, 1.0), state)
+    _, state = update(gradients, OPTIMIZER.init(gradients))
+    _, state = update(spoilt, state)
     assert remembered(state.policy_state) == [2.0, 1.0]
     assert last_step(state).peak is None
 
@@ -80,7 +71,7 @@ def test_an_overflow_says_nothing_and_leaves_the_next_step_as_it_was(bad: float)
 def test_what_float32_cannot_hold_is_no_infinite_peak() -> None:
     with enable_x64(True):
         gradients = jnp.array([1e100, 0.0])
-        _, state = OPTIMIZER.update(ScaledGradients(gradients, 1.0), OPTIMIZER.init(gradients))
+        _, state = OPTIMIZER.update(*handed(gradients, OPTIMIZER.init(gradients)))
     assert state.policy_state.peak == np.finfo(np.float32).max
     assert state.policy_state.peak.dtype == jnp.float32
 
@@ -93,23 +84,14 @@ def test_a_compiled_step_sees_what_it_cuts_off() -> None:
 
     params, (x, _) = parameters(), next(batches("0"))
     state = OPTIMIZER.init(params)
-    _, scaled = scaled_value_and_grad(low)(state, params, x)
-    *_, reading = differentiated(low)(LossScale(POLICY), params, x)
+    _, gradients, pending = value_and_grad(low)(params, state, x)
     train = jax.jit(step(low, OPTIMIZER), donate_argnums=(0, 1))
     _, params, state = train(params, state, x)
-    expected = pytest.approx(peak_of(jax.tree.leaves(scaled.gradients)), rel=1e-6)
+    expected = pytest.approx(peak_of(jax.tree.leaves(gradients)) * last_step(state).scale, rel=1e-6)
     assert last_step(state).peak == expected
-    assert float(reading.peak) == expected
+    assert float(pending.peak) == expected
     train(params, state, x)
     assert train._cache_size() == 1
-
-
-def test_a_loss_scale_advances_on_the_reading() -> None:
-    *_, reading = differentiated(lambda w: jnp.sum(w * w))(LossScale(POLICY), jnp.array([0.5, -2.0, 0.0]))
-    after = LossScale(POLICY).advance(reading)
-    with pytest.raises(PolicyError, match="peak of the gradients"):
-        after.advance(reading.finite)
-    assert remembered(after.state) == [4.0, 16.0]
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -122,7 +104,7 @@ def test_shards_of_gradients_are_seen_as_one(checked: bool) -> None:
     places = {"row": split, "all": whole}
 
     def update(params: Any, state: Any, scaled: Any) -> Any:
-        return apply_gradients(optimizer, ScaledGradients(scaled, state.policy_state.scale), state, params)
+        return apply_gradients(optimizer, *handed(scaled, state), params)
 
     state = optimizer.init(gradients)
     train = jax.jit(shard_map(update, mesh, (places, whole, places), (places, whole), checked))

@@ -18,18 +18,17 @@ import pytest
 from preamp import Dynamic, ScaleExhausted, Static, Trace
 from preamp.jax import (
     LossScaledState,
-    ScaledGradients,
     apply_gradients,
     check_exhausted,
     last_step,
     loss_scaled,
     restart_loss_scale,
-    scaled_value_and_grad,
     step,
+    value_and_grad,
 )
 
 from .agreement import slow
-from .trainings import SCRIPT, batches, identical, loss, off_by, parameters
+from .trainings import SCRIPT, batches, handed, identical, loss, off_by, parameters
 
 POLICY = Dynamic(init_scale=2.0**10, growth_interval=2)
 RATE = 0.05
@@ -56,12 +55,12 @@ def whole(optimizer: Any) -> Callable[..., Any]:
     return step(loss, optimizer)
 
 
-def handed(optimizer: Any) -> Callable[..., Any]:
+def in_parts(optimizer: Any) -> Callable[..., Any]:
     """Return a step that applies updates itself, as flax's `TrainState` does."""
 
     def train(params: Any, state: Any, x: Any) -> Any:
-        value, scaled = scaled_value_and_grad(loss)(state, params, x)
-        updates, state = optimizer.update(scaled, state, params, value=value)
+        value, gradients, state = value_and_grad(loss)(params, state, x)
+        updates, state = optimizer.update(gradients, state, params, value=value)
         return value, optax.apply_updates(params, updates), state
 
     return train
@@ -95,7 +94,7 @@ def test_a_skip_leaves_every_bit(inner: str) -> None:
 
 @pytest.mark.parametrize("inner", ["adamw", "micro-steps"])
 def test_a_skip_leaves_every_bit_where_updates_are_applied_outside(inner: str) -> None:
-    walk(inner, "float32", handed)
+    walk(inner, "float32", in_parts)
 
 
 @pytest.mark.parametrize(
@@ -153,20 +152,18 @@ def test_without_rounding_in_the_optimizer_steps_are_those_of_optax_to_the_last_
     }
     params = jax.tree.map(jnp.ones_like, gradients)
     optimizer, plain = loss_scaled(optax.sgd(1.0), Static(scale)), optax.sgd(1.0)
-    scaled = ScaledGradients(jax.tree.map(lambda leaf: leaf * scale, gradients), scale)
-    updates, _ = optimizer.update(scaled, optimizer.init(params), params)
+    found = handed(jax.tree.map(lambda leaf: leaf * scale, gradients), optimizer.init(params))
+    updates, _ = optimizer.update(*found, params)
     expected, _ = plain.update(gradients, plain.init(params), params)
     assert identical(updates, expected)
-    mine, _ = apply_gradients(optimizer, scaled, optimizer.init(params), params)
+    mine, _ = apply_gradients(optimizer, *found, params)
     assert identical(mine, optax.apply_updates(params, expected))
 
 
 def test_updates_of_a_skip_are_negative_zeros_which_leave_the_sign_of_a_zero() -> None:
     optimizer = loss_scaled(optax.sgd(1.0))
     params = jnp.array([-0.0, 0.0, 1.0], jnp.bfloat16)
-    updates, _ = optimizer.update(
-        ScaledGradients(jnp.full(3, jnp.inf, jnp.bfloat16), 1.0), optimizer.init(params), params
-    )
+    updates, _ = optimizer.update(*handed(jnp.full_like(params, jnp.inf), optimizer.init(params)), params)
     assert jnp.all(jnp.signbit(updates))
     assert not jnp.any(updates)
     assert identical(optax.apply_updates(params, updates), params)
@@ -175,9 +172,7 @@ def test_updates_of_a_skip_are_negative_zeros_which_leave_the_sign_of_a_zero() -
 def test_updates_of_a_skip_leave_the_signs_of_complex_zeros() -> None:
     optimizer = loss_scaled(optax.sgd(1.0))
     params = jnp.array([complex(-0.0, -0.0), complex(0.0, -0.0)], jnp.complex64)
-    updates, _ = optimizer.update(
-        ScaledGradients(jnp.full(2, jnp.inf, jnp.complex64), 1.0), optimizer.init(params), params
-    )
+    updates, _ = optimizer.update(*handed(jnp.full_like(params, jnp.inf), optimizer.init(params)), params)
     assert identical(optax.apply_updates(params, updates), params)
 
 
@@ -186,7 +181,7 @@ def test_the_norm_is_that_before_clipping_of_true_gradients_in_float32() -> None
     state = optimizer.init(jnp.zeros(2))
     assert (float(state.grad_norm), last_step(state)) == (0.0, None)
     for dtype in (jnp.float16, jnp.float32):
-        updates, after = optimizer.update(ScaledGradients(jnp.array([300.0, -400.0], dtype) * 4, 4.0), state)
+        updates, after = optimizer.update(*handed(jnp.array([300.0, -400.0], dtype) * 4, state))
         assert float(after.grad_norm) == 500.0
         assert np.allclose(updates, [-0.6, 0.8], rtol=1e-6)
         assert updates.dtype == jnp.float32
@@ -197,7 +192,7 @@ def test_a_scale_that_has_reached_zero_skips_and_never_divides() -> None:
     optimizer = loss_scaled(optax.sgd(1.0))
     state = optimizer.init(jnp.ones(2))
     state = state._replace(policy_state=state.policy_state._replace(scale=jnp.float32(0.0)))
-    updates, state = optimizer.update(ScaledGradients(jnp.zeros(2), state.policy_state.scale), state)
+    updates, state = optimizer.update(*handed(jnp.zeros(2), state))
     assert updates.tolist() == [0.0, 0.0]
     assert not state.finite
     assert not np.isfinite(state.grad_norm)

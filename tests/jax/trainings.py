@@ -10,7 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-__all__ = ["SCRIPT", "batches", "enable_x64", "identical", "loss", "off_by", "parameters", "shard_map"]
+from preamp.jax import PendingState, value_and_grad
+
+__all__ = [
+    "SCRIPT",
+    "batches",
+    "enable_x64",
+    "handed",
+    "handing",
+    "identical",
+    "loss",
+    "off_by",
+    "parameters",
+    "shard_map",
+]
 
 SCRIPT = "0010011000"  # "1" is an overflow
 
@@ -25,6 +38,24 @@ def loss(params: Any, x: Any) -> Any:
     """Return a float32 scalar, in strict dtype promotion too."""
     weight, bias = (params[name].astype(jnp.float32) for name in ("w", "b"))
     return jnp.mean(jnp.square(x @ weight + bias - 1.0))
+
+
+@jax.custom_vjp
+def handing(params: Any, scaled: Any, value: Any) -> Any:
+    """Return a loss that has these gradients, whatever scale comes in backward."""
+    return jnp.asarray(value, jnp.float32)
+
+
+handing.defvjp(
+    lambda params, scaled, value: (jnp.asarray(value, jnp.float32), scaled),
+    lambda scaled, _: (scaled, None, None),
+)
+
+
+def handed(scaled: Any, state: Any, value: Any = 0.0) -> tuple[Any, PendingState]:
+    """Return the gradients and the state after a backward pass that found these, still scaled."""
+    _, *found = value_and_grad(handing, axis_name=())(scaled, state, scaled, value)
+    return tuple(found)
 
 
 def batches(script: str = SCRIPT) -> Iterator[tuple[np.ndarray, bool]]:

@@ -12,9 +12,9 @@ from preamp.autocasting.report import CastReport
 from preamp.guards import SpikeGuard
 from preamp.jax import (
     FlowSlot,
-    LossScale,
     LossScaledState,
-    ScaledGradients,
+    PendingState,
+    accumulate,
     all_finite,
     apply_gradients,
     autocast,
@@ -27,11 +27,11 @@ from preamp.jax import (
     mismatch,
     restart_guard,
     restart_loss_scale,
-    scaled_value_and_grad,
     snapshot,
     step,
     value_and_grad,
     watch,
+    zero_grads,
 )
 from preamp.record.mismatch import Mismatch
 
@@ -44,12 +44,10 @@ def train(w: jax.Array, x: jax.Array) -> Step | None:
     optimizer = loss_scaled(optax.adamw(1e-3), Dynamic(), max_norm=1.0, guard=SpikeGuard())
     state = optimizer.init(w)
     _, w, state = step(autocast(loss, jnp.float16), optimizer)(w, state, x)
-    _, gradients = scaled_value_and_grad(loss)(state, w, x)
-    w, state = apply_gradients(optimizer, gradients, state, w)
-    scaled = ScaledGradients(w, 8.0, loss=1.0)
-    assert_type(scaled.loss, jax.Array)
-    assert_type((scaled + scaled.map(jnp.negative)).unscale(), Any)
-    w, state = apply_gradients(optimizer, sum([scaled, scaled], start=scaled), state, w)
+    _, gradients, pending = value_and_grad(loss)(w, state, x)
+    w, state = apply_gradients(optimizer, gradients, pending, w)
+    total, pending = accumulate(zero_grads(w, state), (gradients, pending))
+    w, state = apply_gradients(optimizer, total, pending, w)
     assert_type(restart_loss_scale(state, Dynamic()), LossScaledState)
     assert_type(restart_guard(state, SpikeGuard()), LossScaledState)
     assert_type(state.taken, jax.Array)
@@ -68,12 +66,10 @@ def keeps_the_signature(w: jax.Array) -> None:
     assert_type(casts(loss, w, w, dtype=jnp.float16), CastReport)
 
 
-def by_hand(w: jax.Array, x: jax.Array) -> LossScale:
-    scale = LossScale(Dynamic())
-    _, gradients = value_and_grad(loss)(w, x)
-    assert_type(scale.advance(all_finite(scale.unscale(gradients))), LossScale)
-    scale.check_exhausted()
-    return scale
+def measured(w: jax.Array, pending: PendingState) -> None:
+    assert_type(all_finite(w), jax.Array)
+    assert_type(pending.state, LossScaledState)
+    assert_type(pending.finite, jax.Array)
 
 
 def see(w: jax.Array) -> Snapshot:
@@ -97,7 +93,6 @@ def mistakes(w: jax.Array) -> None:
     loss_scaled(optax.adamw(1e-3), 3)  # type: ignore[arg-type]
     loss_scaled(optax.adamw(1e-3), maximum_norm=1.0)  # type: ignore[call-arg]
     loss_scaled(optax.adamw(1e-3), max_norm="1")  # type: ignore[arg-type]
-    LossScale(3)  # type: ignore[arg-type]
     casts("loss", w)  # type: ignore[arg-type]
     casts(loss, w, casting="lower")  # type: ignore[arg-type]
     autocast(loss, jnp.float16, "table")  # type: ignore[call-overload]

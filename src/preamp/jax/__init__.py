@@ -19,11 +19,10 @@ from preamp.jax.exponents import exponent_histogram, flow_slot, snapshot, watch
 from preamp.jax.machine import check
 from preamp.jax.sampler_mismatch import mismatch
 from preamp.jax.scaling import exporting as _exporting
-from preamp.jax.scaling.differentiation import scaled_value_and_grad, value_and_grad
-from preamp.jax.scaling.loss_scale import LossScale
-from preamp.jax.scaling.scaled_gradients import ScaledGradients
+from preamp.jax.scaling.differentiation import accumulate, value_and_grad, zero_grads
 from preamp.jax.scaling.states import (
     LossScaledState,
+    PendingState,
     check_exhausted,
     last_step,
     restart_guard,
@@ -37,9 +36,9 @@ _exporting.register()
 
 __all__ = [
     "FlowSlot",
-    "LossScale",
     "LossScaledState",
-    "ScaledGradients",
+    "PendingState",
+    "accumulate",
     "all_finite",
     "apply_gradients",
     "autocast",
@@ -54,10 +53,10 @@ __all__ = [
     "mismatch",
     "restart_guard",
     "restart_loss_scale",
-    "scaled_value_and_grad",
     "snapshot",
     "step",
     "tune",
     "value_and_grad",
     "watch",
+    "zero_grads",
 ]

@@ -29,8 +29,8 @@ from preamp.jax import (
     flow_slot,
     last_step,
     loss_scaled,
-    scaled_value_and_grad,
     snapshot,
+    value_and_grad,
     watch,
 )
 from preamp.policy import Policy
@@ -114,10 +114,11 @@ class JaxLoop(Loop):
             updates, state = self.optimizer.update(gradients, state, layers)
             layers = optax.apply_updates(layers, updates)
         else:
-            differentiated = scaled_value_and_grad(self._loss, has_aux=True)
-            (loss, _), scaled = differentiated(state, layers, None, inputs, labels)
-            layers, state = apply_gradients(self.optimizer, scaled, state, layers)
-            gradients = scaled.gradients
+            scale = state.policy_state.scale
+            differentiated = value_and_grad(self._loss, has_aux=True)
+            (loss, _), gradients, state = differentiated(layers, state, None, inputs, labels)
+            layers, state = apply_gradients(self.optimizer, gradients, state, layers)
+            gradients = jax.tree.map(lambda gradient: gradient * scale, gradients)
         of_weights = [layer["weight"] for layer in gradients.values()]
         return loss, of_weights, _peak(of_weights), layers, state
 
@@ -163,9 +164,10 @@ class JaxLoop(Loop):
             differentiated = jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True)
             (_, activations), (gradients, flows) = differentiated(layers, slots, inputs, labels)
         else:
-            scaled_differentiated = scaled_value_and_grad(self._loss, argnums=(0, 1), has_aux=True)
-            (_, activations), scaled = scaled_differentiated(state, layers, slots, inputs, labels)
-            scale, (gradients, flows) = scaled.scale, scaled.gradients
+            scale = state.policy_state.scale
+            scaled = value_and_grad(self._loss, argnums=(0, 1), has_aux=True)
+            (_, activations), (gradients, flows), _ = scaled(layers, state, slots, inputs, labels)
+            gradients = jax.tree.map(lambda gradient: gradient * scale, gradients)
         values: dict[Kind, ByLayer] = {
             "input": OrderedDict(zip(layers, [inputs, *activations.values()], strict=False)),
             "weight": layers,

@@ -10,20 +10,19 @@ import operator
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from preamp.arrays.jax import multiply_by_inverse, widen
+from preamp.arrays.jax import global_norm, multiply_by_inverse, widen
 from preamp.errors import UsageError
 from preamp.jax import axes, trees
-from preamp.jax.scaling.loss_scale import LossScale
+from preamp.jax.scaling.lone_devices import warn_of_devices
 from preamp.jax.scaling.measurements import measure
-from preamp.jax.scaling.scaled_gradients import ScaledGradients
-from preamp.jax.scaling.states import LossScaledState, check_dtypes, find, states_in
+from preamp.jax.scaling.states import LossScaledState, PendingState, check, locate, pending_in
 from preamp.jax.trees import FlowSlot, is_flow_slot, kind_of
 
 T = TypeVar("T")
@@ -35,78 +34,133 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     axis_name: Hashable = None,
-) -> Callable[..., Any]:
-    """Return a function like that of `jax.value_and_grad`, with a loss scale as an additional first argument.
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """Return a function like that of `jax.value_and_grad`, whose loss is scaled while it is differentiated.
 
-    It returns three things: the value, or (value, aux); the unscaled gradients, in float32 where they were
-    narrower; and a `Reading` for `LossScale.advance`, with the measurements that the scale's policy needs.
+    ``value, grads, opt_state = value_and_grad(loss_fn)(params, opt_state, *args)``. The value is (value, aux)
+    with `has_aux`. The gradients are true gradients, a plain tree: unscaled by the scale that was in the
+    loss, in float32 where they were narrower, and NaN throughout if any entry had overflowed. The state that
+    it returns holds what the backward pass measured. The `update` of `loss_scaled`, and `apply_gradients`,
+    take this state and no other.
+
+    The optimizer may be a chain, if `loss_scaled` is the last in it and nothing before has a state:
+    ``optax.chain(optax.clip(1.0), loss_scaled(optax.adam(1e-3)))``.
 
     Args:
-        loss_fn: returns a floating scalar, or a pair of it and anything.
-        argnums: which arguments to differentiate with respect to. The loss scale is not counted.
+        loss_fn: takes the parameters and other arguments, and returns a floating scalar, or a pair of it and
+            anything.
+        argnums: which arguments of `loss_fn` to differentiate with respect to.
         has_aux: whether `loss_fn` returns a pair.
-        axis_name: the mapped axis, or a tuple of them, over which value and gradients are averaged.
+        axis_name: the mapped axis, or a tuple of them, over which value and gradients are averaged. ``()``
+            says that nothing is to be averaged, as where each device trains a model of its own.
 
     Raises:
-        UsageError: for a function, arguments or a loss that cannot be differentiated.
+        UsageError: for a function, arguments or a loss that cannot be differentiated; for an optimizer's
+            state without `loss_scaled`, with another transformation around it, or whose update is missing.
 
-    >>> import jax.numpy as jnp
-    >>> from preamp.jax import LossScale
-    >>> value, gradient, reading = value_and_grad(jnp.square)(LossScale(), jnp.float32(3.0))
-    >>> float(value), float(gradient), bool(reading.finite)
+    Warns:
+        UserWarning: as `step` does, without `axis_name` on several devices.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from preamp.jax import loss_scaled
+    >>> optimizer = loss_scaled(optax.sgd(0.5))
+    >>> w = jnp.float32(3.0)
+    >>> value, gradient, state = value_and_grad(jnp.square)(w, optimizer.init(w))
+    >>> float(value), float(gradient), bool(state.finite)
     (9.0, 6.0, True)
+    >>> update, state = optimizer.update(gradient, state, w)
+    >>> float(update)
+    -3.0
     """
     differentiate = Differentiated(loss_fn, argnums, has_aux, axis_name)
 
-    def call(loss_scale: object, *args: object, **kwargs: object) -> tuple[Any, ...]:
-        scale = scale_in(loss_scale)
-        value, scaled = differentiate(scale, *args, **kwargs)
-        policy = loss_scale.policy if isinstance(loss_scale, LossScale) else None  # a state has none
-        leaves, rebuild = trees.split(scaled)
-        measured, _ = measure(policy, leaves, scale)
-        return value, rebuild(multiply_by_inverse(leaves, scale)), measured.reading
-
-    return call
-
-
-def scaled_value_and_grad(
-    loss_fn: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    axis_name: Hashable = None,
-) -> Callable[..., Any]:
-    """Return a function that returns the value, or (value, aux), and the gradients as `ScaledGradients`.
-
-    `apply_gradients` and the `update` of `loss_scaled` take them. The first argument is the state of
-    an optimizer made with `loss_scaled`, or a `LossScale`; the others are those of `loss_fn`. The gradients
-    carry the value, which `last_step` reports, unless `shard_map` knows it to differ between devices.
-
-    The arguments and errors are those of `value_and_grad`. In `pmap`, and in `shard_map` with
-    ``check_vma=False``, the update warns if gradients were averaged neither by `axis_name` nor by `map`;
-    ``axis_name=()`` says that this is intended.
-
-    >>> import jax.numpy as jnp
-    >>> from preamp.jax import LossScale
-    >>> value, scaled = scaled_value_and_grad(jnp.square)(LossScale(), jnp.float32(3.0))
-    >>> float(value), float(scaled.unscale()), float(scaled.scale)
-    (9.0, 6.0, 65536.0)
-    """
-    differentiate = Differentiated(loss_fn, argnums, has_aux, axis_name)
-
-    def call(loss_scale: object, *args: object, **kwargs: object) -> tuple[Any, ...]:
-        scale = scale_in(loss_scale)
-        result, scaled = differentiate(scale, *args, **kwargs)
+    def call(params: object, opt_state: object, *args: object, **kwargs: object) -> tuple[Any, Any, Any]:
+        state, put = locate(opt_state)
+        check(state)
+        scale = next_scale(state)
+        result, scaled = differentiate(scale, params, *args, **kwargs)
         value = result[0] if has_aux else result
-        # In shard_map a loss that is not averaged differs between devices, and the gradients need not.
-        gradients = ScaledGradients(scaled, scale, None if axes.varying(value) else value)
-        gradients._alone_over = axes.unchecked() if axis_name is None else ()
-        return result, gradients
+        if axis_name is None:
+            warn_of_devices(value, scaled, "value_and_grad(loss_fn")
+        leaves, rebuild = trees.split(scaled)
+        loss = jnp.asarray(value, jnp.float32)
+        # Devices with one scale and different gradients hold shards of one model, and agree on the verdict.
+        differ = frozenset[Hashable]().union(*map(axes.varying, leaves)) - axes.varying(scale)
+        names = tuple(sorted(differ, key=str))
+        measured, size = measure(leaves, scale, loss, names, needs_peak=state.peak is not None)
+        # NaN in every entry: what other code makes of the gradients cannot hide an overflow.
+        gradients = rebuild(multiply_by_inverse(leaves, jnp.where(measured.finite, scale, jnp.nan)))
+        unit = size.unit / scale.astype(size.unit.dtype)
+        loss, one = cast(Array, measured.loss), jnp.ones_like(measured.loss)
+        pending = PendingState(state, measured.finite, unit, size.ratio, measured.peak, loss, one)
+        return result, gradients, put(pending)
 
     return call
+
+
+def zero_grads(params: T, opt_state: object) -> tuple[T, Any]:
+    """Return zeros for gradients and a state for no backward pass: what `accumulate` starts from in a `scan`.
+
+    Args:
+        params: what the gradients are with respect to.
+        opt_state: the state before the step.
+    """
+    state, put = locate(opt_state)
+    zero, true = jnp.zeros((), jnp.float32), jnp.ones((), bool)
+    peak = None if state.peak is None else zero
+    zeros = jax.tree.map(jnp.zeros_like, trees.widen(params))
+    norm = global_norm(trees.split(zeros)[0])
+    pending = PendingState(check(state), true, norm, norm, peak, zero, zero)
+    return zeros, put(pending)
+
+
+def accumulate(total: Sequence[Any], new: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the sum of the gradients of two backward passes of one step, with the state for both.
+
+    The step is skipped if either overflowed. Its loss is the mean over the passes.
+
+    Args:
+        total: gradients and state, from `value_and_grad`, `zero_grads` or this function.
+        new: those of another backward pass. Both have to begin at the same state.
+
+    Raises:
+        UsageError: for a state that is not from `value_and_grad`.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from preamp.jax import loss_scaled
+    >>> optimizer = loss_scaled(optax.sgd(0.5))
+    >>> w = jnp.float32(3.0)
+    >>> state = optimizer.init(w)
+    >>> total = zero_grads(w, state)
+    >>> for x in (1.0, 2.0):
+    ...     value, *new = value_and_grad(lambda w, x: x * w**2)(w, state, x)
+    ...     total = accumulate(total, new)
+    >>> gradients, state = total
+    >>> update, state = optimizer.update(gradients / 2, state, w)
+    >>> float(update), float(state.loss)
+    (-4.5, 13.5)
+    """
+    (gradients, first), (others, second) = total, new
+    mine, put = pending_in(first)
+    theirs, _ = pending_in(second)
+    peak = mine.peak
+    if peak is not None and theirs.peak is not None:
+        peak = jnp.maximum(peak, theirs.peak)
+    unit = jnp.maximum(mine.unit, theirs.unit)
+    whole = jnp.where(unit > 0.0, unit, 1.0)
+    both = mine._replace(
+        finite=mine.finite & theirs.finite,
+        unit=unit,
+        ratio=mine.ratio * (mine.unit / whole) + theirs.ratio * (theirs.unit / whole),
+        peak=peak,
+        loss=mine.loss + theirs.loss,
+        passes=mine.passes + theirs.passes,
+    )
+    return jax.tree.map(jnp.add, gradients, others), put(both)
 
 
 class Differentiated:
-    """`scaled_value_and_grad` as a function of the scale itself, which returns a plain tree of gradients.
+    """A loss and its gradients times a scale, as a function of the scale.
 
     The arguments are those of `value_and_grad`.
     """
@@ -229,21 +283,6 @@ def pulled_back(pull_back: Callable[[Array], T], value: Array, scale: Array) -> 
     return trees.multiply(short, scale / seed.astype(scale.dtype))
 
 
-def scale_in(loss_scale: object) -> Array:
-    """Return the scale of the next loss, of a `LossScale` or the state of `loss_scaled`."""
-    if isinstance(loss_scale, LossScale):
-        return loss_scale.loss_scale
-    if loss_scale is None or isinstance(loss_scale, dict) or states_in(loss_scale):
-        state = find(loss_scale)
-        check_dtypes(state)
-        return next_scale(state)
-    raise UsageError(
-        f"the first argument holds no loss scale: it is {kind_of(loss_scale)}. Write "
-        "value_and_grad(loss_fn)(LossScale(), params), or "
-        "scaled_value_and_grad(loss_fn)(opt_state, params) with a state made by loss_scaled."
-    )
-
-
 def next_scale(state: LossScaledState) -> Array:
     """Return the scale of the next loss as an array: NNX keeps it in a variable."""
     scale = state.policy_state.scale
@@ -263,8 +302,8 @@ def _check_range(numbers: tuple[int, ...], count: int) -> None:
     for number in numbers:
         if not -count <= number < count:
             raise UsageError(
-                f"argnums={number} is out of range: {count} positional arguments follow the loss scale. "
-                "Write value_and_grad(loss_fn)(loss_scale, params), with params by position."
+                f"argnums={number} is out of range: the loss has {count} positional arguments. "
+                "Write value_and_grad(loss_fn)(params, opt_state, ...), with params by position."
             )
 
 

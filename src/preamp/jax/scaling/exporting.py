@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 from jax import export
 
 from preamp import policy
-from preamp.errors import PolicyError
 from preamp.guards import ALL, Guard, NormLimit, SpikeGuard
-from preamp.jax.scaling.loss_scale import LossScale
-from preamp.jax.scaling.states import LossScaledState
+from preamp.jax.scaling.states import LossScaledState, PendingState
 from preamp.jax.trees import FlowSlot
-from preamp.policy import Policy
-from preamp.policy.registry import from_json, to_json
 from preamp.scaling import GuardRecord
 
 
@@ -28,7 +23,7 @@ def register() -> None:
     states = [getattr(policy, name) for name in policy.__all__ if name.endswith("State")]
     guards: list[Guard[Any]] = [SpikeGuard(), NormLimit(), *ALL]
     guarded = [_kinds_in(guard.start()) for guard in guards]
-    for kind in dict.fromkeys([LossScaledState, *states, GuardRecord, *chain(*guarded)]):
+    for kind in dict.fromkeys([LossScaledState, PendingState, *states, GuardRecord, *chain(*guarded)]):
         with contextlib.suppress(ValueError):
             export.register_namedtuple_serialization(kind, serialized_name=f"preamp.{kind.__name__}")
     with contextlib.suppress(ValueError):
@@ -38,28 +33,9 @@ def register() -> None:
             serialize_auxdata=lambda _: b"",
             deserialize_auxdata=lambda _: None,
         )
-    with contextlib.suppress(ValueError):
-        export.register_pytree_node_serialization(
-            LossScale,
-            serialized_name="preamp.LossScale",
-            serialize_auxdata=lambda rule: json.dumps(to_json(rule, _unnamed, _unknown)).encode(),
-            deserialize_auxdata=lambda saved: from_json(json.loads(bytes(saved)), _unknown),
-        )
 
 
 def _kinds_in(state: Any) -> list[type[Any]]:
     """Return the types of nested NamedTuples."""
     parts = [part for part in state if hasattr(part, "_fields")]
     return [type(state), *chain(*map(_kinds_in, parts))]
-
-
-def _unnamed(kind: type[Policy[Any]]) -> NoReturn:
-    raise PolicyError(
-        f"a LossScale with a {kind.__name__} cannot be exported, because the class could not be found again. "
-        "Write jax.export of a function of its state, loss_scale.state, and make LossScale(policy, state) "
-        "inside."
-    )
-
-
-def _unknown(_: str) -> None:
-    """Find only the classes of this library."""

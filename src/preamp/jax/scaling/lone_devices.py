@@ -7,13 +7,14 @@ step, `last_step` sees whether what is declared to be equal on all devices is.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
 
+from preamp.arrays.jax import is_inexact
 from preamp.checks import level_of_caller
 from preamp.jax import axes
 
@@ -21,14 +22,18 @@ UNNAMED = ("_internal", "<axis ")  # how the names begin that pmap gives to an a
 TOLERANCE = 1e-3  # of norms: a reduction need not have the same bits on all devices
 
 
-def warn_if_alone(names: Iterable[Hashable], written: str) -> None:
-    """Warn that devices do not average their gradients, if there are any axes.
+def warn_of_devices(loss: object, gradients: object, written: str, known: Iterable[Hashable] = ()) -> None:
+    """Warn of several devices that average nothing, and of gradients that `shard_map` has summed.
 
     Args:
-        names: the axes of devices along which nothing was averaged.
+        loss: the loss of this device.
+        gradients: its gradients, a tree.
         written: the call that takes `axis_name`, up to that argument.
+        known: the axes along which devices have their own part of the parameters.
     """
-    if found := _shown(names):
+    leaves = list(filter(is_inexact, jax.tree.leaves(gradients)))
+    known = set(known)
+    if found := _shown(name for name in axes.unchecked() if name not in known):
         name, unnamed = found
         pmap = f' and jax.pmap(..., axis_name="{name}")' if unnamed else ""
         _warn(
@@ -36,26 +41,16 @@ def warn_if_alone(names: Iterable[Hashable], written: str) -> None:
             "averages no gradients over them: each device trains alone, and its parameters, loss scale and "
             f"skipped steps differ from those of the others. Write {written}, axis_name={name!r}){pmap}. If "
             "each device has its own part of the parameters, write loss_scaled(optimizer, "
-            f"axis_name={name!r}). If each device trains a model of its own, or the loss function averages "
-            f"the gradients, write {written}, axis_name=())."
+            f"axis_name={name!r}) and {written}, axis_name=()). If each device trains a model of its own, or "
+            f"the loss function averages the gradients, write {written}, axis_name=())."
         )
-
-
-def warn_if_summed(loss: object, gradients: Sequence[Array], known: Iterable[Hashable]) -> None:
-    """Warn that `shard_map` has summed gradients over devices, if the loss differs between these.
-
-    Args:
-        loss: the loss of this device.
-        gradients: its gradients.
-        known: the axes along which devices have their own part of the parameters.
-    """
-    if found := _shown(name for name in axes.summed(loss, gradients) if name not in set(known)):
+    if found := _shown(name for name in axes.summed(loss, leaves) if name not in known):
         name, _ = found
         _warn(
             f"the loss differs between the devices along the axis {name!r}, and shard_map has summed their "
-            "gradients: with n devices they are n times those of the mean loss. Write step(loss_fn, "
-            f"optimizer, axis_name={name!r}) for the mean. If the sum is what you want, write "
-            f"jax.lax.psum(loss, {name!r}) in the loss function, or step(loss_fn, optimizer, axis_name=())."
+            "gradients: with n devices they are n times those of the mean loss. Write "
+            f"{written}, axis_name={name!r}) for the mean. If the sum is what you want, write "
+            f"jax.lax.psum(loss, {name!r}) in the loss function, or {written}, axis_name=())."
         )
 
 
@@ -75,7 +70,7 @@ def warn_if_apart(scalars: dict[str, Any]) -> None:
         _warn(
             f"devices have different values of {' and '.join(apart)}, which belong to one training and are "
             "declared to be equal on all devices: each device has trained with its own gradients. Write "
-            'step(loss_fn, optimizer, axis_name="data") or scaled_value_and_grad(loss_fn, axis_name="data"), '
+            'step(loss_fn, optimizer, axis_name="data") or value_and_grad(loss_fn, axis_name="data"), '
             "with the name of your axis, which average gradients over devices before the update. If each "
             'device has its own part of the parameters, write loss_scaled(optimizer, axis_name="model").'
         )

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from preamp.arrays import LARGEST_NORM
 from preamp.arrays.jax import Size, global_norm, peak, size_of
 from preamp.jax import axes
-from preamp.jax.scaling.states import UNKNOWN_LOSS
-from preamp.policy import Policy
+from preamp.jax.scaling.states import PendingState
 from preamp.scaling import Measured
 
 
 def measure(
-    policy: Policy[Any] | None,
     gradients: list[Array],
     scale: Array,
+    loss: Array,
     names: tuple[Hashable, ...] = (),
-    loss: Array | None = None,
-    loss_names: Iterable[Hashable] = (),
+    *,
+    needs_peak: bool,
 ) -> tuple[Measured[Array], Size]:
     """Measure the gradients and the loss of one step, over all devices of the step.
 
@@ -30,14 +29,12 @@ def measure(
     overflow.
 
     Args:
-        policy: the peak is measured if it needs that, in one more pass over the gradients. None: it is not.
         gradients: floating or complex, still scaled. The real and imaginary parts of a complex one are
             separate entries.
         scale: the scale that the loss was multiplied by, a float32 scalar.
+        loss: the unscaled loss, a float32 scalar.
         names: axes along which devices hold different gradients of the same step.
-        loss: the unscaled loss, a float32 scalar; `UNKNOWN_LOSS` if it is not known.
-        loss_names: axes along which devices may have different losses but have the same gradients. Axes that
-            JAX tracks need not be named.
+        needs_peak: whether to measure the peak, in one more pass over the gradients.
 
     Returns:
         The reading, and what clips. The norm is float64 if any gradient is, else float32. The loss is the
@@ -45,19 +42,32 @@ def measure(
         a copy.
     """
     add, maximum = partial(axes.sum_over, names), partial(axes.max_over, names)
-    if loss is not None and names and not axes.tracked(names):
+    if names and not axes.tracked(names):
         norm, loss = _norm_and_mean(gradients, loss, names)
     else:
         norm = global_norm(gradients, add)
     size = size_of(gradients, scale, norm, add, lambda peaks: maximum([peaks]))
-    largest = peak(gradients, maximum) if policy and policy.needs_peak else None
-    if loss is not None:
-        # `shard_map` knows the other axes along which the loss differs, and the step does not.
-        apart = axes.varying(loss) - axes.varying(size.finite)
-        apart |= {name for name in loss_names if name not in names and not axes.tracked([name])}
-        in_order = tuple(sorted(apart, key=str))  # the same program in each process
-        loss = _joined(lax.pmean(_split(loss), in_order)) if in_order else loss + 0.0
+    largest = peak(gradients, maximum) if needs_peak else None
+    # `shard_map` knows the other axes along which the loss differs, and the step does not.
+    apart = tuple(sorted(axes.varying(loss) - axes.varying(size.finite), key=str))  # in one order everywhere
+    loss = lax.pmean(loss, apart) if apart else loss + 0.0
     return Measured(size.finite, scale, size.norm, largest, loss), size
+
+
+def measure_again(gradients: list[Array], pending: PendingState, loss: Array) -> tuple[Measured[Array], Size]:
+    """Measure unscaled gradients once more, which other code may have changed since the backward pass.
+
+    Where squares overflow now and did so then, the norm and the verdict from then count: another pass would
+    tell only whether other code has made an entry inf.
+    """
+    norm = global_norm(gradients)
+    unit, ratio = pending.unit.astype(norm.dtype), pending.ratio.astype(norm.dtype)
+    overflows = (norm > LARGEST_NORM) & (unit * ratio > LARGEST_NORM)
+    finite = pending.finite & (overflows | jnp.isfinite(norm))
+    unit, ratio = jnp.where(overflows, unit, 1.0), jnp.where(overflows, ratio, norm)
+    norm = jnp.where(overflows, unit * ratio, norm)
+    size = Size(finite, norm, jnp.zeros(0), unit, ratio)
+    return Measured(finite, pending.state.policy_state.scale, norm, pending.peak, loss + 0.0), size
 
 
 def _norm_and_mean(gradients: list[Array], loss: Array, names: tuple[Hashable, ...]) -> tuple[Array, Array]:
@@ -67,19 +77,10 @@ def _norm_and_mean(gradients: list[Array], loss: Array, names: tuple[Hashable, .
     def add(totals: Sequence[Array]) -> Array:
         nonlocal mean
         squares = sum(totals[1:], totals[0])
-        parts = _split(loss) / lax.psum(1, names)
-        total: Array = lax.psum(jnp.concatenate([squares[None], parts.astype(squares.dtype)]), names)
-        mean = _joined(total[1:].astype(loss.dtype))
-        return total[0]
+        both = jnp.stack([squares, (loss / lax.psum(1, names)).astype(squares.dtype)])
+        total: Array
+        total, averaged = lax.psum(both, names)
+        mean = averaged.astype(loss.dtype)
+        return total
 
     return global_norm(gradients, add), mean
-
-
-def _split(loss: Array) -> Array:
-    """Return a loss as two numbers whose means give the mean loss, or show that a device does not know it."""
-    known = loss != UNKNOWN_LOSS
-    return jnp.stack([jnp.where(known, loss, 0.0), jnp.where(known, 0.0, 1.0)])
-
-
-def _joined(parts: Array) -> Array:
-    return jnp.where(parts[1] > 0.0, UNKNOWN_LOSS, parts[0])

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 from jax.typing import DTypeLike
 
-from preamp.checks import level_of_caller, shown
+from preamp import scaling
+from preamp.arrays import jax as arrays
+from preamp.checks import shown
 from preamp.errors import UsageError
 from preamp.guards import Guard
-from preamp.guards.base import leaves_of
+from preamp.guards.base import leaves_of, map_state
 from preamp.jax.scaling.lone_devices import differing, warn_if_apart
-from preamp.jax.scaling.loss_scale import LossScale, check_dtype, read, start
 from preamp.jax.trees import kind_of
 from preamp.policy import Dynamic, Policy
-from preamp.scaling import GuardRecord, ScalerState, Step, given_guard, to_step
-from preamp.systems.arguments import check_counts, given_policy
-
-# For a loss that is not known. A diverged loss is inf, -inf or NaN, but never float32's lowest finite number.
-UNKNOWN_LOSS = float(np.finfo(np.float32).min)
+from preamp.scaling import GuardRecord, ScalerState, Step, given_guard, raise_if_exhausted, to_step
+from preamp.systems.arguments import check_counts, check_resumed, given_policy
 
 
 class LossScaledState(NamedTuple):
@@ -42,14 +38,12 @@ class LossScaledState(NamedTuple):
         exhausted_overflows: float32; the overflows that were counted by then, 0 if it has not given up.
         steps: int32; the number of steps, taken or skipped.
         skipped_steps: int32; the number of skipped steps.
-        loss: float32; the last unscaled loss, from `step`, from the `ScaledGradients`, or from the `value`
-            passed to `update`, averaged over the devices that take the same step. float32's lowest finite
-            number if it is not known.
+        loss: float32; the last unscaled loss, averaged over the devices that take the same step; of several
+            backward passes the mean.
         peak: float32; the largest magnitude among the last scaled gradients; undefined if they were not
             finite. None, which is not a leaf, where the policy does not need it.
         guard: the guard's state, float32 scalars and vectors, and what it decided in the last step. None,
-            which is not a leaf, without a guard. `guard.loss` is NaN if the guard does not use it, and
-            `guard.loss_fits` is false if it does and the loss was not known.
+            which is not a leaf, without a guard.
     """
 
     policy_state: Any
@@ -76,6 +70,38 @@ class LossScaledState(NamedTuple):
         return ScalerState(*[getattr(self, name) for name in ScalerState._fields])
 
 
+class PendingState(NamedTuple):
+    """The state between a backward pass and its update, with what `value_and_grad` measured.
+
+    It is of another type than `LossScaledState`, so that an update without a backward pass, or a backward
+    pass whose update was forgotten, fails while JAX traces.
+
+    Attributes:
+        state: the state before the step.
+        finite: boolean; whether all gradients were finite.
+        unit: float32, or float64 if a gradient is; with `ratio` the global L2 norm of the unscaled gradients,
+            also where that overflows.
+        ratio: of the same dtype; the norm divided by `unit`.
+        peak: float32; the largest magnitude among the scaled gradients. None where the policy does not need
+            it.
+        loss: float32; the loss, summed over the passes.
+        passes: float32; how many backward passes it stands for: more than one after `accumulate`.
+    """
+
+    state: LossScaledState
+    finite: Array
+    unit: Array
+    ratio: Array
+    peak: Array | None
+    loss: Array
+    passes: Array
+
+    @property
+    def grad_norm(self) -> Array:
+        """The global L2 norm of the unscaled gradients, a float32 scalar."""
+        return (self.unit * self.ratio).astype(jnp.float32)
+
+
 DTYPES: dict[str, DTypeLike] = {
     "last_scale": jnp.float32,
     "finite": jnp.bool_,
@@ -96,26 +122,58 @@ GUARD_DTYPES: dict[str, DTypeLike] = {
 }
 """The same for the fields of a guard's record, except its state."""
 
+RESTART = "opt_state = restart_loss_scale(opt_state, policy)"
 RESTARTED = ("policy_state", "exhausted_scale", "exhausted_overflows", "peak")
 
-# The function of optax that makes each type of state.
-CONSTRUCTORS: dict[str, str] = {
-    "ApplyIfFiniteState": "optax.apply_if_finite",
-    "ConditionallyMaskState": "optax.conditionally_mask",
-    "ConditionallyTransformState": "optax.conditionally_transform",
-    "InjectStatefulHyperparamsState": "optax.inject_hyperparams",
-    "LookaheadState": "optax.lookahead",
-    "MaskedState": "optax.masked",
-    "MechanicState": "optax.contrib.mechanize",
-    "MultiStepsState": "optax.MultiSteps",
-    "OrderedDict": "optax.named_chain",
-    "PartitionState": "optax.partition",
-    "SAMState": "optax.contrib.sam",
-    "ScheduleFreeState": "optax.contrib.schedule_free",
-    "SplitRealAndImaginaryState": "optax.contrib.split_real_and_imaginary",
-    "dict": "optax.named_chain",
-    "tuple": "optax.chain",
-}
+WHOLE = "Write loss_scaled around the whole optimizer: loss_scaled(optax.chain(...))"
+
+
+def locate(opt_state: object) -> tuple[LossScaledState, Callable[[object], Any]]:
+    """Return the state of `loss_scaled` in an optimizer's state, and what puts another one in its place.
+
+    In a chain it has to be last, since what comes after it would run on skipped steps. What comes before it
+    must have no state, since that would remember the NaN of an overflow.
+
+    Raises:
+        UsageError: for any other state, and for one whose update is missing.
+    """
+    node, put = _last_of_chain(opt_state)
+    return find(node), put
+
+
+def pending_in(opt_state: object) -> tuple[PendingState, Callable[[object], Any]]:
+    """Return the same of a state that `value_and_grad` returned.
+
+    Raises:
+        UsageError: for any other state.
+    """
+    node, put = _last_of_chain(opt_state)
+    if not isinstance(node, PendingState):
+        find(node)
+        raise UsageError(
+            "opt_state is not from a backward pass: it does not say whether these gradients overflowed, or "
+            "they are not of a scaled loss at all. Write value, gradients, opt_state = "
+            "value_and_grad(loss_fn)(params, opt_state, ...) with preamp.jax.value_and_grad, and "
+            "optimizer.update(gradients, opt_state, params) with that opt_state, or step(loss_fn, optimizer) "
+            "for all of it. In flax.nnx: optimizer.update(model, gradients, pending=opt_state)."
+        )
+    return node, put
+
+
+def _last_of_chain(opt_state: object) -> tuple[object, Callable[[object], Any]]:
+    if type(opt_state) is tuple and opt_state and all(map(_is_empty, opt_state[:-1])):
+        found, put = _last_of_chain(opt_state[-1])
+        return found, lambda new: (*opt_state[:-1], put(new))
+    return opt_state, lambda new: new
+
+
+def _is_empty(state: object) -> bool:
+    """Return whether a transformation with this state can remember nothing."""
+    if isinstance(state, optax.MonitorState):  # measurements are new in each step
+        return _is_empty(state.measure_states)
+    if type(state) is tuple:
+        return all(map(_is_empty, state))
+    return isinstance(state, tuple) and not getattr(state, "_fields", ("",))
 
 
 def find(state: object) -> LossScaledState:
@@ -127,6 +185,12 @@ def find(state: object) -> LossScaledState:
     if isinstance(state, LossScaledState):
         _check_fields(state)
         return state
+    if isinstance(state, PendingState):
+        raise UsageError(
+            "opt_state holds a backward pass whose update is missing. Write updates, opt_state = "
+            "optimizer.update(gradients, opt_state, params) and go on with that opt_state. To accumulate, "
+            "give each pass the state from before the first, and add them up with accumulate."
+        )
     if state is None:
         raise UsageError(
             "opt_state=None: there is no state of loss_scaled. Write opt_state = optimizer.init(params), and "
@@ -140,18 +204,22 @@ def find(state: object) -> LossScaledState:
         )
     found = states_in(state)
     if len(found) == 1:
-        raise UsageError(_describe_enclosing(state))
+        raise UsageError(
+            f"the state of loss_scaled is inside {kind_of(state)}. A transformation with a state around "
+            "loss_scaled would remember the NaN of an overflow, and one after it would run on skipped steps. "
+            f"{WHOLE}, or loss_scaled(optax.MultiSteps(inner, k)). If {kind_of(state)} of your own holds the "
+            "state, pass the state alone."
+        )
     raise UsageError(
         f"the optimizer's state, {kind_of(state)}, holds {len(found) or 'no'} loss scale"
-        f"{'s' * (len(found) > 1)}, and one loss needs exactly one. Write loss_scaled(optimizer) around the "
-        "whole optimizer."
+        f"{'s' * (len(found) > 1)}, and one loss needs exactly one. {WHOLE}."
     )
 
 
-def states_in(tree: object) -> list[LossScaledState]:
+def states_in(tree: object) -> list[LossScaledState | PendingState]:
     """Return the states of `loss_scaled` in a tree."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LossScaledState))
-    return [node for node in nodes if isinstance(node, LossScaledState)]
+    ours = LossScaledState | PendingState
+    return [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ours)) if isinstance(x, ours)]
 
 
 def check(state: object) -> LossScaledState:
@@ -230,34 +298,6 @@ def _guard_leaves(state: LossScaledState) -> list[tuple[str, object, DTypeLike]]
     return [(f"guard.state.{name}", value, jnp.float32) for name, value in leaves]
 
 
-def _describe_enclosing(state: object) -> str:
-    """Return the message for a tree that has a state of `loss_scaled` inside."""
-    node, path = state, type(state).__name__.lower()
-    while not _is_of_optimizer(node):
-        key, node = next(pair for pair in _children(node) if states_in(pair[1]))
-        path += jax.tree_util.keystr(key)
-        if isinstance(node, LossScaledState):
-            return f"{kind_of(state)} holds the state of loss_scaled. Write that alone: {path}."
-    kind = type(node).__name__
-    written = CONSTRUCTORS.get(kind)
-    around = f"{written or 'a transformation'}, whose state is of type {kind}"
-    sums = "Its sum would stay NaN after one overflow. " if isinstance(node, optax.MultiStepsState) else ""
-    return (
-        f"loss_scaled is inside {around}. The outer transformation is given gradients that are still "
-        f"scaled, or runs on skipped steps too. {sums}Write loss_scaled around the whole optimizer: "
-        f"loss_scaled({written or 'the_transformation'}(...))."
-    )
-
-
-def _is_of_optimizer(node: object) -> bool:
-    """Return whether a node is the state of a transformation of optax, or of a chain."""
-    return type(node) in (tuple, dict, OrderedDict) or type(node).__module__.split(".")[0] == "optax"
-
-
-def _children(node: object) -> list[tuple[tuple[object, ...], object]]:
-    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
-
-
 def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossScaledState:
     """Return the state from which to resume training with another policy.
 
@@ -282,11 +322,6 @@ def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossS
     >>> float(state.policy_state.scale)
     1024.0
     """
-    if isinstance(opt_state, LossScale):
-        raise UsageError(
-            "restart_loss_scale was given a LossScale. Write LossScale(policy), which starts the policy "
-            "again."
-        )
     first = start(given_policy(policy, {}))
     return find(opt_state)._replace(**{name: getattr(first, name) for name in RESTARTED})
 
@@ -314,11 +349,6 @@ def restart_guard(opt_state: LossScaledState, guard: Guard[Any] | None) -> LossS
     >>> bool(state.guard.taken)
     True
     """
-    if isinstance(opt_state, LossScale):
-        raise UsageError(
-            "restart_guard was given a LossScale, which has no guard. Write loss_scaled(optimizer, policy, "
-            "guard=guard)."
-        )
     first = start(Dynamic(), given_guard(guard))
     if isinstance(opt_state, LossScaledState):
         opt_state = opt_state._replace(guard=first.guard)  # whatever a file has left in its place
@@ -327,9 +357,6 @@ def restart_guard(opt_state: LossScaledState, guard: Guard[Any] | None) -> LossS
 
 def last_step(opt_state: LossScaledState) -> Step | None:
     """Return the record of the last step, read to the host; None before the first.
-
-    The record has the loss if it is known: `step` knows it, and the gradients of `scaled_value_and_grad`
-    carry it. For other gradients, such as those that `map` returns, pass it as `update(..., value=loss)`.
 
     Args:
         opt_state: the state of an optimizer made with `loss_scaled`, after the step.
@@ -340,15 +367,8 @@ def last_step(opt_state: LossScaledState) -> Step | None:
 
     Warns:
         UserWarning: if devices of this process have different values of a state that is declared to be equal
-            on all of them, because gradients were not averaged over devices; if a guard that uses the loss
-            was not given one in that step, and if devices that took the step together were given different
-            ones. A compiled step cannot warn.
+            on all of them, because gradients were not averaged over devices. A compiled step cannot warn.
     """
-    if isinstance(opt_state, LossScale):
-        raise UsageError(
-            "last_step was given a LossScale, which has no record of steps. Write loss_scale.loss_scale for "
-            "the scale, and loss_scale.check_exhausted() after restoring one."
-        )
     _refuse_several(find(opt_state))
     record = opt_state.scaler_state._asdict()
     policy_state, guard = record.pop("policy_state"), record.pop("guard")
@@ -360,12 +380,10 @@ def last_step(opt_state: LossScaledState) -> Step | None:
     record |= zip(known, numbers[count:], strict=False)
     if guard is not None:
         decision = dict(zip(GUARD_DTYPES, numbers[count + len(known) :], strict=True))
-        lacked_loss = loss == UNKNOWN_LOSS and not decision["loss_fits"]
-        _warn_of_losses(guard, lacked_loss)
-        record["guard"] = guard._replace(**decision | {"loss_fits": lacked_loss or decision["loss_fits"]})
+        record["guard"] = guard._replace(**decision)
     state: ScalerState[Any, float] = ScalerState(type(policy_state)(*numbers[:count]), **record)
     Dynamic().restore({"scale": state.policy_state.scale})  # raises for what no policy can resume from
-    return to_step(state, loss=None if loss == UNKNOWN_LOSS else loss, framework="jax")
+    return to_step(state, loss=loss, framework="jax")
 
 
 def _compared(state: LossScaledState) -> dict[str, Any]:
@@ -396,29 +414,6 @@ def _refuse_several(state: LossScaledState) -> None:
     raise UsageError(message)
 
 
-def _warn_of_losses(guard: GuardRecord[Array], lacked_loss: bool) -> None:
-    """Warn if the guard was not given the loss that it uses, or was given different ones on the devices."""
-    if lacked_loss:
-        warnings.warn(
-            "the guard in opt_state uses the loss, and the last step had none: its gradients had lost it, "
-            "as after map, and no value= was given. The guard does not judge the loss in such steps. Write "
-            "apply_gradients(optimizer, scaled, opt_state, params, value=value) or update(scaled, opt_state, "
-            "params, value=value), with the value that scaled_value_and_grad returned.",
-            UserWarning,
-            stacklevel=level_of_caller("jax"),
-        )
-    losses = [shard.data for shard in getattr(guard.loss, "addressable_shards", ())]
-    if len(losses) > 1 and len({np.asarray(loss).tobytes() for loss in jax.device_get(losses)}) > 1:
-        warnings.warn(
-            "the guard was given different losses on the devices, in a step that they took together. Some "
-            "may skip a step that others take, and then their parameters differ. Write "
-            'scaled_value_and_grad(loss_fn, axis_name="data"), which averages value and gradients, or pass '
-            'value=jax.lax.pmean(value, "data"), with the name of your axis.',
-            UserWarning,
-            stacklevel=level_of_caller("jax"),
-        )
-
-
 def check_exhausted(opt_state: LossScaledState, policy: Policy[Any]) -> None:
     """Raise the error that a compiled step cannot raise, if the policy has given up or the state is invalid.
 
@@ -438,11 +433,6 @@ def check_exhausted(opt_state: LossScaledState, policy: Policy[Any]) -> None:
         UserWarning: for a scale outside the policy's bounds. Nothing else reports it, because `last_step`
             does not know the policy.
     """
-    if isinstance(opt_state, LossScale):
-        raise UsageError(
-            "check_exhausted was given a LossScale, which knows its policy. Write "
-            "loss_scale.check_exhausted()."
-        )
     state = find(opt_state)
     check_dtypes(state)
     if type(state.policy_state) is not type(given_policy(policy, {}).start()):
@@ -451,7 +441,72 @@ def check_exhausted(opt_state: LossScaledState, policy: Policy[Any]) -> None:
             "check_exhausted(opt_state, policy) with the policy that loss_scaled was given, or opt_state = "
             "restart_loss_scale(opt_state, policy) to resume with this one."
         )
-    counts = {"steps": state.steps, "skipped_steps": state.skipped_steps}
-    check_counts(dict(zip(counts, read(list(counts.values())), strict=True)), counts)
-    exhausted = state.exhausted_scale, state.exhausted_overflows
-    LossScale(policy, state.policy_state, *exhausted).check_exhausted()
+    fields = state.policy_state._fields
+    exhausted = [state.exhausted_scale, state.exhausted_overflows]
+    *numbers, scale, overflows, steps, skipped = read(
+        [*state.policy_state, *exhausted, state.steps, state.skipped_steps]
+    )
+    check_counts({"steps": steps, "skipped_steps": skipped}, ("steps", "skipped_steps"))
+    check_resumed(policy, dict(zip(fields, numbers, strict=True)), RESTART)
+    raise_if_exhausted(
+        policy, state.scaler_state._replace(exhausted_scale=scale, exhausted_overflows=overflows)
+    )
+
+
+def start(policy: Policy[Any], guard: Guard[Any] | None = None) -> ScalerState[Any, Array]:
+    """Return the state before the first step: float32 scalars and vectors, int32 counts and booleans.
+
+    No two fields share memory: donated buffers must not alias.
+    """
+    first = scaling.start(policy, takes_norm=True, guard=guard)
+    record = None if first.guard is None else _guard_arrays(first.guard)
+    dtypes = {"finite": jnp.bool_, "steps": jnp.int32, "skipped_steps": jnp.int32}
+    values = []
+    for name, value in first._replace(guard=None)._asdict().items():
+        dtype = dtypes.get(name, jnp.float32)
+        values.append(jax.tree.map(lambda number, dtype=dtype: jnp.asarray(number, dtype), value))
+    return ScalerState(*values)._replace(guard=record)
+
+
+def _guard_arrays(record: GuardRecord[float]) -> GuardRecord[Array]:
+    """Return the record of a guard with arrays for numbers; a tuple of numbers becomes a vector."""
+    return GuardRecord(
+        state=map_state(lambda numbers: jnp.asarray(numbers, jnp.float32), record.state),
+        taken=jnp.asarray(record.taken, jnp.bool_),
+        loss=jnp.zeros((), jnp.float32),
+        loss_fits=jnp.asarray(record.loss_fits, jnp.bool_),
+        limit=jnp.asarray(record.limit, jnp.float32),
+    )
+
+
+def read(scalars: Sequence[Array]) -> list[float]:
+    """Read scalars to the host, all of them at once.
+
+    Raises:
+        UsageError: inside a function that JAX transforms, and for the scalars of several trainings at once.
+    """
+    shape = jnp.shape(scalars[0])
+    if shape and not isinstance(scalars[0], jax.core.Tracer):
+        raise UsageError(
+            f"the loss scale is an array of shape {shape}: that of several devices or trainings. "
+            "Write jax.tree.map(lambda x: x[0], state) for the first of them."
+        )
+    return arrays.read(scalars)
+
+
+def check_dtype(name: str, value: object, expected: DTypeLike, instead: str) -> None:
+    """Raise for a scalar whose dtype is of another kind than expected, or narrower.
+
+    Args:
+        name: what the message calls it.
+        value: an array, or a placeholder for one. Without a dtype it is not checked.
+        expected: float32 or int32; a wider dtype of the same kind is accepted.
+        instead: what to write instead, for the message.
+    """
+    dtype = jnp.dtype(getattr(value, "dtype", expected))
+    kind = jnp.floating if jnp.issubdtype(expected, jnp.floating) else jnp.integer
+    if not jnp.issubdtype(dtype, kind) or dtype.itemsize < jnp.dtype(expected).itemsize:
+        raise UsageError(
+            f"{name} has dtype {dtype} and must have {jnp.dtype(expected)}: the state was cast, or a file "
+            f"has another dtype. {instead}."
+        )

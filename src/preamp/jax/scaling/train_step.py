@@ -6,27 +6,26 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from preamp.arrays.jax import is_inexact
 from preamp.checks import shown
 from preamp.errors import UsageError
-from preamp.jax import axes
 from preamp.jax.scaling.deferred_casts import defer_casts
 from preamp.jax.scaling.differentiation import Differentiated, next_scale, refuse_stateful
-from preamp.jax.scaling.lone_devices import warn_if_alone, warn_if_summed
+from preamp.jax.scaling.lone_devices import warn_of_devices
 from preamp.jax.scaling.model_state import keep_on_skip
-from preamp.jax.scaling.scaled_gradients import ScaledGradients
-from preamp.jax.scaling.states import LossScaledState, find, states_in
-from preamp.jax.scaling.transformation import Backward, Scaling, backward_of, check_gradients, with_scale
+from preamp.jax.scaling.states import LossScaledState, PendingState, states_in
+from preamp.jax.scaling.transformation import Backward, Scaling
 
 Params = TypeVar("Params")
 
 
 def apply_gradients(
     optimizer: optax.GradientTransformation,
-    scaled_gradients: ScaledGradients,
-    opt_state: LossScaledState,
+    gradients: Params,
+    opt_state: PendingState,
     params: Params,
     **extra: object,
 ) -> tuple[Params, LossScaledState]:
@@ -36,27 +35,19 @@ def apply_gradients(
 
     Args:
         optimizer: what `loss_scaled` returned, not a transformation that contains it.
-        scaled_gradients: from `scaled_value_and_grad`, with the tree structure of `params`.
-        opt_state: from `optimizer.init(params)` or the previous step.
+        gradients: from `value_and_grad`, with the tree structure of `params`.
+        opt_state: from the same call of `value_and_grad`, or from `accumulate`.
         params: a tree of arrays.
-        extra: further arguments of the inner optimizer's `update`. `value` is also recorded as the step's
-            loss and judged by the guard; where gradients were averaged over devices by hand, average it too:
-            ``value=lax.pmean(value, axis)``. `grad` may be `ScaledGradients`; by default it is the gradients
-            of this step.
+        extra: further arguments of the inner optimizer's `update`, such as `value_fn`. `value` and `grad` are
+            those of this step by default.
 
     Raises:
-        UsageError: for an optimizer or a state that is not from `loss_scaled`, gradients without a scale, and
-            gradients whose tree differs from that of the parameters.
+        UsageError: for an optimizer or a state that is not from `loss_scaled`, and gradients whose tree
+            differs from that of the parameters.
     """
     if params is None:
         raise UsageError("params=None: there is nothing to apply gradients to. Write params=params.")
-    find(opt_state)
-    scaling = _scaling(optimizer)
-    scaled, extra = with_scale(scaled_gradients, extra, scaling.guard)
-    scaling.check_state(opt_state)
-    scaling.warn_if_alone(scaled)
-    check_gradients(scaled.gradients, params)
-    return scaling.apply(backward_of(scaled, extra), opt_state, params, extra)
+    return _scaling(optimizer).apply_pending(gradients, opt_state, params, extra)
 
 
 def step(
@@ -132,9 +123,9 @@ def step(
             result, scaled = differentiate(scale, fast, *args, **kwargs)
         value = result[0] if has_aux else result
         if axis_name is None:
-            _warn_of_devices(scaling, value, scaled)
+            warn_of_devices(value, scaled, "step(loss_fn, optimizer", scaling.names)
         extra = {"value": value, "value_fn": differentiate.of_params(scale, args, kwargs)}
-        backward = Backward(scaled, scale, value, finish, loss_is_known=True)
+        backward = Backward(scaled, scale, jnp.asarray(value, jnp.float32), finish)
         params, opt_state = scaling.apply(backward, opt_state, params, extra)
         if has_aux and keep_state is not False:
             aux = keep_on_skip(result[1], opt_state.taken, args, kwargs, required=keep_state is True)
@@ -155,18 +146,11 @@ def _scaling(optimizer: object) -> Scaling:
         maker = getattr(getattr(optimizer, "init", optimizer), "__qualname__", repr(optimizer)).split(".")[0]
         raise UsageError(
             f"the optimizer was made by {shown(maker)}, not by loss_scaled, which has to be the outermost: "
-            "a transformation around it would be given scaled gradients, or run on skipped steps. "
+            "a transformation around it would run on skipped steps too. "
             "Write loss_scaled(optimizer) around the whole optimizer, such as loss_scaled(optax.chain(...)) "
             "or loss_scaled(optax.MultiSteps(inner, k))."
         )
     return scaling
-
-
-def _warn_of_devices(scaling: Scaling, loss: object, gradients: object) -> None:
-    """Warn of several devices that average nothing, and of gradients that `shard_map` has summed."""
-    alone = [name for name in axes.unchecked() if name not in scaling.names]
-    warn_if_alone(alone, "step(loss_fn, optimizer")
-    warn_if_summed(loss, list(filter(is_inexact, jax.tree.leaves(gradients))), scaling.names)
 
 
 def _check_keep_state(keep_state: object, has_aux: bool) -> None:

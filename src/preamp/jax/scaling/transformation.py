@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,18 @@ import numpy as np
 import optax
 from jax import Array
 
-from preamp.arrays.jax import is_inexact, multiply
+from preamp.arrays.jax import Size, is_inexact, multiply
 from preamp.checks import is_number, shown
 from preamp.errors import PolicyError, UsageError
-from preamp.guards import Guard, Verdict
-from preamp.guards.base import leaves_of, map_state
+from preamp.guards import Guard
+from preamp.guards.base import leaves_of
 from preamp.jax import axes, trees
 from preamp.jax.scaling.differentiation import refuse_stateful
-from preamp.jax.scaling.lone_devices import warn_if_alone
-from preamp.jax.scaling.loss_scale import start
-from preamp.jax.scaling.measurements import measure
-from preamp.jax.scaling.scaled_gradients import ScaledGradients, as_loss, optax_caller, single
-from preamp.jax.scaling.states import UNKNOWN_LOSS, LossScaledState, check, states_in
+from preamp.jax.scaling.measurements import measure, measure_again
+from preamp.jax.scaling.states import LossScaledState, PendingState, check, pending_in, start, states_in
 from preamp.jax.trees import is_flow_slot, kind_of
-from preamp.policy import Dynamic, Policy, Reading
-from preamp.policy.base import Where, choose
-from preamp.scaling import advance, given_guard, judge
+from preamp.policy import Dynamic, Policy
+from preamp.scaling import Measured, advance, given_guard, judge
 from preamp.systems.arguments import given_policy
 
 OFFERED = frozenset(["value", "value_fn", "grad"])  # what line searches ask for
@@ -43,23 +39,20 @@ def loss_scaled(
     axis_name: Hashable = None,
     guard: Guard[Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation of `ScaledGradients` that unscales, checks and clips, and skips overflows.
+    """Return a transformation that skips overflows, clips, and moves the scale of the loss.
+
+    Its `update` takes the gradients and the state that `value_and_grad` returns, and raises for any other
+    state: so gradients of plain `jax.grad`, which were not scaled, cannot be mistaken for these. `step` does
+    both.
 
     On a skipped step the inner state does not change in any bit, and the updates are negative zeros, which
     change no bit of a parameter. The inner transformation is given gradients and parameters in float32 where
     they are narrower; float64 and complex stay as they are.
 
-    The loss to differentiate is scaled by `policy_state.scale`: `step` and `scaled_value_and_grad` do that.
-    `update` takes what `scaled_value_and_grad` returns, and unscales it with the scale that it carries. Plain
-    gradients are refused, because it is not known whether they are scaled: write
-    `ScaledGradients(gradients, scale)`. A trainer that takes gradients apart (`nnx.Optimizer`) passes the
-    scale separately: ``update(scaled.gradients, state, params, loss_scale=scaled.scale)``.
-
-    `loss_scaled` has to be the outermost transformation. Everything else belongs inside, as in
-    ``loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))``. In a chain, a
-    transformation before `loss_scaled` would be given scaled gradients, and one after it would run on skipped
-    steps. `step`, `apply_gradients`, `scaled_value_and_grad` and `last_step` refuse the state of such a
-    chain.
+    Everything belongs inside, as in ``loss_scaled(optax.chain(optax.clip_by_global_norm(1.0),
+    optax.adam(1e-3)))``. Then it trains as in float32, on the steps that are taken. Outside, in a chain,
+    transformations without a state may come before `loss_scaled`. A function of yours that changes the
+    updates after it also runs on skipped steps.
 
     Args:
         inner: any optax transformation or optimizer.
@@ -70,10 +63,7 @@ def loss_scaled(
             so different gradients. They then skip together, and the norm is taken over all of them. Leave it
             out where gradients have been averaged over devices, and under `jit` with sharded arrays.
         guard: any guard or dialect of `preamp.guards`. It also skips steps whose gradients are finite, judged
-            by their loss and by their norm before clipping. A guard that uses the loss gets it from `step`,
-            and from the gradients of `scaled_value_and_grad`; elsewhere write ``update(..., value=loss)``.
-            Devices that take the same step have to be given the same loss: where gradients are averaged by
-            hand, in `pmap` or in `shard_map` with ``check_vma=False``, write ``value=lax.pmean(loss, axis)``.
+            by their loss and by their norm, of the gradients that `value_and_grad` returned.
 
     Raises:
         PolicyError: for a policy, norm or guard that cannot work.
@@ -81,15 +71,19 @@ def loss_scaled(
 
     >>> import jax.numpy as jnp, optax
     >>> from preamp import Dynamic
+    >>> from preamp.jax import value_and_grad
     >>> optimizer = loss_scaled(optax.sgd(0.5), Dynamic(init_scale=4.0), max_norm=1.0)
-    >>> params = jnp.zeros(2)
+    >>> params = jnp.array([3.0, 4.0])
     >>> state = optimizer.init(params)
-    >>> scaled = ScaledGradients(4.0 * jnp.array([3.0, 4.0]), 4.0)  # of a loss that was multiplied by 4
-    >>> optimizer.update(scaled, state, params)[0].tolist()
+    >>> loss = lambda w, x: x * jnp.sum(w * w) / 2
+    >>> value, gradients, state = value_and_grad(loss)(params, state, 1.0)
+    >>> updates, state = optimizer.update(gradients, state, params)
+    >>> updates.tolist()
     [-0.30000001192092896, -0.4000000059604645]
-    >>> updates, state = optimizer.update(scaled.map(lambda g: g / 0.0), state, params)
-    >>> float(state.policy_state.scale), int(state.skipped_steps)
-    (2.0, 1)
+    >>> value, gradients, state = value_and_grad(loss)(params, state, jnp.inf)
+    >>> updates, state = optimizer.update(gradients, state, params)
+    >>> float(state.policy_state.scale), int(state.skipped_steps), updates.tolist()
+    (2.0, 1, [-0.0, -0.0])
     """
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
         raise UsageError(
@@ -133,21 +127,18 @@ class Backward(NamedTuple):
     """The results of the backward pass of one step.
 
     Attributes:
-        gradients: a tree of scaled gradients; with a `finish`, the same entries in another order or a
-            narrower dtype.
-        scale: the scale that the loss was multiplied by.
-        loss: the unscaled loss.
+        gradients: a tree; with a `finish`, the same entries in another order or a narrower dtype.
+        divisor: what they are still multiplied by.
+        loss: the unscaled loss, float32.
         finish: turns the leaves into those of the gradients; called where the step is not skipped.
-        loss_is_known: whether the loss is certain not to be `UNKNOWN_LOSS`.
-        loss_names: axes over which the gradients were summed, and the loss may not have been.
+        pending: what `value_and_grad` measured; None in `step`, where nothing comes between.
     """
 
     gradients: object
-    scale: Array
-    loss: object
+    divisor: Array
+    loss: Array
     finish: Callable[[list[Array]], list[Array]] | None = None
-    loss_is_known: bool = False
-    loss_names: tuple[Hashable, ...] = ()
+    pending: PendingState | None = None
 
 
 @dataclass(frozen=True)
@@ -166,7 +157,7 @@ class Scaling:
         if any(map(is_flow_slot, jax.tree.leaves(params, is_leaf=is_flow_slot))):
             raise UsageError(
                 "params hold a flow_slot(), which the optimizer would update. Write the slots as another "
-                "argument of the loss, and scaled_value_and_grad(loss_fn, argnums=(0, 1))."
+                "argument of the loss, and value_and_grad(loss_fn, argnums=(0, 1))."
             )
         first, inner = start(self.policy, self.guard), self.inner.init(trees.widen(params))
         if states_in(inner):
@@ -174,35 +165,58 @@ class Scaling:
                 "the optimizer inside already scales losses: gradients would be unscaled twice. "
                 "Write loss_scaled around the whole optimizer, once."
             )
-        return LossScaledState(**first._asdict(), inner_state=inner, loss=as_loss(None))
+        inner = self._filled(inner, trees.widen(params))
+        return LossScaledState(**first._asdict(), inner_state=inner, loss=jnp.zeros((), jnp.float32))
+
+    def _filled(self, inner_state: object, params: object) -> object:
+        """Return a state with zeros for what the first update adds, as of `optax.monitor`.
+
+        Both branches of a step's conditional return a state of the same structure.
+        """
+        nodes = jax.tree.leaves(inner_state, is_leaf=_is_hollow)
+        if not any(map(_is_hollow, nodes)):
+            return inner_state
+        offered = self._accepted({"grad": params, "value": jnp.zeros(())})
+        try:
+            after = jax.eval_shape(lambda: self.inner.update(params, inner_state, params, **offered)[1])
+        except Exception:  # it asks for arguments that only a step has
+            return inner_state
+        before = dict(jax.tree_util.tree_leaves_with_path(inner_state))
+
+        def entry(path: Any, like: Any) -> object:
+            return before[path] if path in before else jnp.zeros(like.shape, like.dtype)
+
+        return jax.tree_util.tree_map_with_path(entry, after)
 
     def update(
-        self, scaled: object, state: LossScaledState, params: object = None, **extra: object
+        self,
+        gradients: object,
+        state: PendingState,
+        params: object = None,
+        *,
+        pending: PendingState | None = None,
+        **extra: object,
     ) -> tuple[Any, LossScaledState]:
-        """Return updates, in the dtypes of the unscaled gradients, and the state after the step.
+        """Return updates, in the dtypes of the gradients, and the state after the step.
 
-        A `value` among the further arguments is recorded as the step's loss, and judged by the guard. Where
-        gradients were averaged over devices by hand, average it too.
+        A trainer that keeps the state itself, as `nnx.Optimizer` does, is given what `value_and_grad`
+        returned as `pending`.
         """
-        self.check_state(state)
-        gradients, extra = with_scale(scaled, extra, self.guard)
-        if caller := optax_caller():
-            raise UsageError(
-                f"the update of loss_scaled was called by {caller}: a transformation around loss_scaled "
-                "is given gradients that are still scaled, or runs on skipped steps too. Write loss_scaled "
-                "around the whole optimizer, such as loss_scaled(optax.chain(...)) or "
-                "loss_scaled(optax.lookahead(...))."
-            )
-        self.warn_if_alone(gradients)
-        check_gradients(gradients.gradients, params)
-        skipped = self._skipped_updates(gradients.gradients, state, params, extra)
-        backward = backward_of(gradients, extra)
-        return self._step(backward, state, params, extra, lambda updates, _: updates, skipped)
+        backward, resting = self._backward(gradients, state if pending is None else pending, params)
+        if pending is not None:
+            resting = self.check_state(state)
+        skipped = self._skipped_updates(gradients, resting, params, extra)
+        return self._step(backward, resting, params, extra, lambda updates, _: updates, skipped)
 
-    def warn_if_alone(self, scaled: ScaledGradients) -> None:
-        """Warn if devices that train one model have not averaged these gradients."""
-        names = [name for name in scaled._alone_over if name not in self.names]
-        warn_if_alone(names, "scaled_value_and_grad(loss_fn")
+    def _backward(
+        self, gradients: object, opt_state: object, params: object
+    ) -> tuple[Backward, LossScaledState]:
+        """Return what an update was given, checked, and the state before the step."""
+        pending, _ = pending_in(opt_state)
+        state = self.check_state(pending.state)
+        check_gradients(gradients, params)
+        loss = pending.loss / pending.passes
+        return Backward(gradients, jnp.ones((), jnp.float32), loss, pending=pending), state
 
     def _skipped_updates(
         self, gradients: object, state: LossScaledState, params: object, extra: dict[str, object]
@@ -218,6 +232,13 @@ class Scaling:
             lambda: self.inner.update(wide, state.inner_state, trees.widen(params), **offered)[0]
         )
         return trees.map_inexact(_negative_zeros, updates)
+
+    def apply_pending(
+        self, gradients: object, opt_state: object, params: Params, extra: dict[str, object]
+    ) -> tuple[Params, LossScaledState]:
+        """Return the parameters and the state after a step, for what `value_and_grad` returned."""
+        backward, state = self._backward(gradients, opt_state, params)
+        return self.apply(backward, state, params, extra)
 
     def apply(
         self, backward: Backward, state: LossScaledState, params: Params, extra: dict[str, object]
@@ -249,18 +270,13 @@ class Scaling:
         if self.names:
             axes.check_bound(self.names)
         leaves, rebuild = trees.split(backward.gradients)
-        loss = as_loss(backward.loss, "value")
-        guard = self._guard_told(backward, loss)
-        measured, size = measure(self.policy, leaves, backward.scale, self.names, loss, backward.loss_names)
-        assert measured.loss is not None
-        inverse = 1.0 / backward.scale.astype(size.norm.dtype)
-        # The state's scalars are copies, since donated buffers must not alias.
-        stored = measured._replace(scale=measured.scale + 0.0, grad_norm=size.norm.astype(jnp.float32))
+        measured, size = self._measured(leaves, backward, state)
+        inverse = 1.0 / backward.divisor.astype(size.norm.dtype)
         judged, taken = None, measured.finite
-        if guard is not None and state.guard is not None:
-            judged = judge(guard, state.guard.state, stored, jnp.where)
+        if self.guard is not None and state.guard is not None:
+            judged = judge(self.guard, state.guard.state, measured, jnp.where)
             taken = judged.taken
-        scaler_state, _ = advance(self.policy, state.scaler_state, stored, jnp.where, judged)
+        scaler_state, _ = advance(self.policy, state.scaler_state, measured, jnp.where, judged)
 
         def take() -> tuple[Any, object]:
             whole = backward.finish(leaves) if backward.finish else leaves
@@ -270,7 +286,7 @@ class Scaling:
                 clipped = rebuild(multiply(multiply(whole, first), second))
             # Line searches ask for the gradient of the loss, before clipping. If unused, the compiler
             # drops it.
-            offered = {"grad": plain, **extra}
+            offered = {"grad": plain, "value": measured.loss, **extra}
             wide = trees.widen(params)
             updates, inner = self._inner_update(clipped, state.inner_state, wide, offered)
             return trees.cast_like(applied(updates, wide), skipped), inner
@@ -282,43 +298,39 @@ class Scaling:
             result, inner = jax.lax.cond(taken, take, skip)
         else:
             result, inner = take() if taken else skip()  # known now: nothing is compiled
-        if guard is not None and scaler_state.guard is not None:
-            used, record = jnp.float32(jnp.nan), scaler_state.guard
-            if "loss" in guard.uses:
-                is_known = measured.loss != UNKNOWN_LOSS
-                used = jnp.where(is_known, measured.loss, jnp.nan)
-                # The only trace of a loss that was missing, which `last_step` warns of.
-                record = record._replace(loss_fits=record.loss_fits & is_known)
+        if scaler_state.guard is not None:
             # Python numbers, such as the limit of a guard that always has the same, become arrays that vary
             # along the same axes as the others.
             record = jax.tree.map(
-                lambda new, old: jnp.where(taken, new, new).astype(old.dtype),
-                record._replace(loss=used),
-                state.guard,
+                lambda new, old: jnp.where(taken, new, new).astype(old.dtype), scaler_state.guard, state.guard
             )
             scaler_state = scaler_state._replace(guard=record)
-        return result, LossScaledState(**scaler_state._asdict(), inner_state=inner, loss=measured.loss)
+        loss = cast(Array, measured.loss)
+        return result, LossScaledState(**scaler_state._asdict(), inner_state=inner, loss=loss)
 
-    def _guard_told(self, backward: Backward, loss: Array) -> Guard[Any] | None:
-        """Return the guard, or one that tolerates a missing loss if it is not known yet whether there is one.
-
-        Raises:
-            UsageError: if the guard uses the loss and the loss is known to be missing.
-        """
-        if self.guard is None or "loss" not in self.guard.uses or backward.loss_is_known:
-            return self.guard
-        is_missing = backward.loss is None
-        if not isinstance(loss, jax.core.Tracer):  # an eager step, which reads whether it is taken as well
-            is_missing = float(loss) == UNKNOWN_LOSS
-        if is_missing:
-            raise UsageError(
-                f"{self.guard!r} uses the loss, and these gradients come without it: they were made by hand, "
-                "mapped, or differ between the devices of a shard_map. Write update(scaled, opt_state, "
-                "params, value=loss), or apply_gradients(optimizer, scaled, opt_state, params, value=loss); "
-                "for flax.nnx.Optimizer optimizer.update(model, scaled.gradients, loss_scale=scaled.scale, "
-                "value=loss). step(loss_fn, optimizer) does it for you."
-            )
-        return _WhereKnown(self.guard)
+    def _measured(
+        self, gradients: list[Array], backward: Backward, state: LossScaledState
+    ) -> tuple[Measured[Array], Size]:
+        """Return what all devices of the step measured, and the size of the gradients that are clipped."""
+        pending, names, entries = backward.pending, self.names, gradients
+        if pending is not None and not names:
+            measured, size = measure_again(gradients, pending, backward.loss)
+        else:
+            if pending is not None:  # NaN as one more entry: devices with other parameters agree
+                entries = [*gradients, jnp.where(pending.finite, 0.0, jnp.nan)]
+            needs_peak = self.policy.needs_peak and pending is None
+            measured, size = measure(entries, backward.divisor, backward.loss, names, needs_peak=needs_peak)
+        norm, peak = size.norm.astype(jnp.float32), measured.peak
+        if pending is not None:
+            if names and pending.peak is not None:
+                peak = axes.max_over(names, [pending.peak])
+            # From before other code has clipped. Of a sum only its own norm is known, and where devices may
+            # have averaged by hand.
+            if not (names or axes.unchecked()):
+                norm = jnp.where(pending.passes > 1, norm, pending.grad_norm)
+        # The state's scalars are copies, since donated buffers must not alias.
+        scale = state.policy_state.scale + 0.0
+        return measured._replace(scale=scale, grad_norm=norm, peak=peak), size
 
     def _inner_update(
         self, gradients: object, inner_state: object, params: object, extra: dict[str, object]
@@ -338,8 +350,8 @@ class Scaling:
             if isinstance(error, TypeError) and "required keyword-only" in str(error):
                 raise UsageError(
                     f"the optimizer inside loss_scaled needs more arguments: {error}. Write "
-                    "step(loss_fn, optimizer), which passes them, or apply_gradients(optimizer, scaled, "
-                    "opt_state, params, value=value, value_fn=lambda params: loss_fn(params, ...))."
+                    "step(loss_fn, optimizer), which passes them, or apply_gradients(optimizer, gradients, "
+                    "opt_state, params, value_fn=lambda params: loss_fn(params, ...))."
                 ) from error
             _check_inner_state(error, self.inner.init, like, inner_state)
             raise
@@ -398,91 +410,8 @@ class Scaling:
             )
 
 
-@dataclass(frozen=True, repr=False)
-class _WhereKnown(Guard[Any]):
-    """A guard whose loss may be `UNKNOWN_LOSS`: then the norm alone decides, and no loss is remembered."""
-
-    guard: Guard[Any]
-
-    @property
-    def uses(self) -> frozenset[str]:  # type: ignore[override]  # of a class it is a constant
-        return self.guard.uses
-
-    @property
-    def remembers_overflows(self) -> bool:  # type: ignore[override]
-        return self.guard.remembers_overflows
-
-    def start(self) -> Any:
-        return self.guard.start()
-
-    def judge(self, state: Any, reading: Reading, where: Where = choose) -> Verdict:
-        known = self.guard.judge(state, reading, where)
-        unknown = known._replace(taken=True, loss_fits=True)
-        if "grad_norm" in self.uses and reading.grad_norm is not None:
-            unknown = self.guard.judge(state, reading._replace(loss=None), where)
-        is_known = reading.loss != UNKNOWN_LOSS
-        return known._replace(
-            taken=where(is_known, known.taken, unknown.taken),
-            loss_fits=where(is_known, known.loss_fits, unknown.loss_fits),
-        )
-
-    def advance(self, state: Any, reading: Reading, where: Where = choose) -> Any:
-        known, unknown = self.guard.advance(state, reading, where), state
-        if "grad_norm" in self.uses and reading.grad_norm is not None:
-            unknown = self.guard.advance(state, reading._replace(loss=None), where)
-        is_known = reading.loss != UNKNOWN_LOSS
-        return map_state(lambda new, old: where(is_known, new, old), known, unknown)
-
-
-def backward_of(scaled: ScaledGradients, extra: dict[str, object]) -> Backward:
-    """Return gradients with the loss that is recorded: the `value` that an update is given, or their own."""
-    loss: object = None if scaled._lacks_loss else scaled.loss
-    if extra.get("value") is not None:
-        loss = extra["value"]
-    names = () if loss is None else scaled._reduced_over
-    return Backward(scaled.gradients, scaled.scale, loss, loss_names=names)
-
-
-def with_scale(
-    scaled: object, extra: dict[str, object], guard: Guard[Any] | None
-) -> tuple[ScaledGradients, dict[str, object]]:
-    """Return gradients with their scale, and the other arguments of the inner optimizer.
-
-    Args:
-        scaled: what an update was given as gradients.
-        extra: its other arguments.
-        guard: the guard of the optimizer.
-
-    Raises:
-        UsageError: for gradients without a scale, which may be scaled or not; for two scales; for
-            a `value` that is not a real scalar.
-    """
-    others = {name: _plain(value) for name, value in extra.items() if name != "loss_scale"}
-    needs_loss = guard is not None and "loss" in guard.uses
-    otherwise = f"; {guard!r} uses it" if needs_loss else ", or leave it out"
-    as_loss(extra.get("value"), "value", otherwise)  # before anything is computed with it
-    if isinstance(scaled, ScaledGradients):
-        if extra.get("loss_scale") is not None:
-            raise UsageError(
-                "loss_scale= was given with ScaledGradients, which carry their scale. Write update(scaled, "
-                "state, params), or update(scaled.gradients, state, params, loss_scale=scale) to replace it."
-            )
-        return single(scaled), others
-    if extra.get("loss_scale") is not None:
-        return ScaledGradients(scaled, extra["loss_scale"]), others
-    raise UsageError(
-        f"the gradients given to loss_scaled, {kind_of(scaled)}, carry no loss scale: those "
-        "of jax.grad are not scaled at all, and would be divided by the loss scale. Write value, scaled = "
-        "scaled_value_and_grad(loss_fn)(opt_state, params, ...) and update(scaled, opt_state, params), or "
-        "step(loss_fn, optimizer) for all of it. For a loss that was scaled by hand: "
-        "ScaledGradients(gradients, scale). For flax.nnx.Optimizer: "
-        "optimizer.update(model, scaled.gradients, loss_scale=scaled.scale)."
-    )
-
-
-def _plain(value: object) -> object:
-    """Return an argument of the inner optimizer, unscaled if it is scaled gradients, such as `grad`."""
-    return value.unscale() if isinstance(value, ScaledGradients) else value
+def _is_hollow(node: object) -> bool:
+    return node is None or (isinstance(node, dict | list) and not node)
 
 
 def _guard_shapes(state: Any) -> list[tuple[str, tuple[int, ...]]]:

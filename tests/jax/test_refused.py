@@ -12,13 +12,10 @@ import pytest
 
 from preamp import Dynamic, PolicyError, Tolerant, UsageError
 from preamp.jax import (
-    LossScale,
-    ScaledGradients,
     apply_gradients,
     check_exhausted,
     last_step,
     loss_scaled,
-    scaled_value_and_grad,
     step,
     value_and_grad,
 )
@@ -27,7 +24,7 @@ W = jnp.ones(3)
 SGD = optax.sgd(0.1)
 OURS = loss_scaled(SGD)
 STATE = OURS.init(W)
-SCALED = ScaledGradients(W, 1.0)
+*_, PENDING = value_and_grad(lambda w: w.sum())(W, STATE)
 OUTSIDE = optax.MultiSteps(OURS, 2)
 
 
@@ -36,7 +33,6 @@ def total(w: Any) -> Any:
 
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
-    "policy": (PolicyError, r"policy='dynamic'.*Write policy=Dynamic\(\)", lambda: LossScale("dynamic")),  # type: ignore[arg-type]
     "policy of an optimizer": (PolicyError, r"policy=2\.0", lambda: loss_scaled(SGD, 2.0)),  # type: ignore[arg-type]
     "inner": (UsageError, r"3 is not a transformation.*Write loss_scaled\(optax", lambda: loss_scaled(3)),
     "class of an optimizer": (UsageError, "not a transformation", lambda: loss_scaled(optax.adam)),
@@ -50,20 +46,9 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "argnums too high": (
         UsageError,
         r"argnums=1 .* 1 positional",
-        lambda: value_and_grad(total, 1)(LossScale(), W),
+        lambda: value_and_grad(total, 1)(W, STATE),
     ),
-    "argnums too low": (UsageError, r"argnums=-2", lambda: value_and_grad(total, -2)(LossScale(), W)),
-    "argument by name": (
-        UsageError,
-        "0 positional arguments follow",
-        lambda: value_and_grad(total)(LossScale(), w=W),
-    ),
-    "no flag": (UsageError, r"advance\(1\.0\): this does not say", lambda: LossScale().advance(1.0)),
-    "no loss scale": (
-        UsageError,
-        r"first argument holds no loss scale: it is an array of shape \(3,\).*LossScale\(\), params",
-        lambda: value_and_grad(total)(W),
-    ),
+    "argnums too low": (UsageError, r"argnums=-2", lambda: value_and_grad(total, -2)(W, STATE)),
     "loss of a number": (UsageError, "dtype int32, which has no gradient", lambda: of(lambda w: 1)),
     "loss not scalar": (
         UsageError,
@@ -83,11 +68,11 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "complex loss": (UsageError, r"dtype complex64.*loss\.real", lambda: of(lambda w: w.sum() * 1j)),
     "integer loss": (UsageError, "dtype int32", lambda: of(lambda w: w.sum().astype(int))),
-    "no parameters": (UsageError, "params=None", lambda: apply_gradients(OURS, SCALED, STATE, None)),
+    "no parameters": (UsageError, "params=None", lambda: apply_gradients(OURS, W, PENDING, None)),
     "state of another": (
         UsageError,
-        "holds no loss scale",
-        lambda: apply_gradients(SGD, SCALED, SGD.init(W), W),
+        "made by 'chain', not by loss_scaled",
+        lambda: apply_gradients(SGD, W, PENDING, W),
     ),
     "step of another": (
         UsageError,
@@ -109,7 +94,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "state of another kind of policy": (
         UsageError,
         r"a State, is not that of Tolerant.*Write opt_state = restart_loss_scale\(opt_state, policy\)",
-        lambda: loss_scaled(SGD, Tolerant()).update(SCALED, STATE),
+        lambda: loss_scaled(SGD, Tolerant()).update(W, PENDING),
     ),
     "two states": (UsageError, "holds 2 loss scales", lambda: last_step((STATE, STATE))),
     "inside MultiSteps": (
@@ -118,11 +103,6 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         lambda: step(total, OUTSIDE),
     ),
     "while tracing": (UsageError, "Ask for it outside", lambda: jax.jit(lambda s: last_step(s) and 0)(STATE)),
-    "while tracing a scale": (
-        UsageError,
-        "Ask for it outside",
-        lambda: jax.jit(lambda s: s.check_exhausted())(LossScale()),
-    ),
     "of several trainings": (
         UsageError,
         r"shape \(2,\).*Write last_step\(jax\.tree\.map",
@@ -145,7 +125,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 
 
 def of(loss: Callable[..., Any], **how: Any) -> Any:
-    return scaled_value_and_grad(loss, **how)(LossScale(), W)
+    return value_and_grad(loss, **how)(W, STATE)
 
 
 @pytest.mark.parametrize("case", REFUSED)
