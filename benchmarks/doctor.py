@@ -498,8 +498,8 @@ def torch_static_scale_far_too_high(seed: int) -> Trace:
 @case("too high", "skipping almost every step", held_out=True)
 def torch_static_scale_a_little_too_high(seed: int) -> Trace:
     probe = torch_run(seed, policy=Headroom(), steps=120)
-    peaks = sorted(step.peak / step.scale for step in probe if step.peak)
-    level = 2.0 ** math.ceil(math.log2(65504 / peaks[len(peaks) * 9 // 10]))
+    amaxes = sorted(step.amax / step.scale for step in probe if step.amax)
+    level = 2.0 ** math.ceil(math.log2(65504 / amaxes[len(amaxes) * 9 // 10]))
     return torch_run(seed, policy=Static(level))
 
 
@@ -1574,7 +1574,7 @@ def stripped(trace: Trace, without: Sequence[str]) -> Trace:
     """Return a trace as if less had been recorded: without losses, norms, names or snapshots."""
     dropped = {
         "losses": {"loss": None},
-        "norms": {"grad_norm": None, "peak": None},
+        "norms": {"grad_norm": None, "amax": None},
         "names": {"culprits": ()},
         "snapshots": {},
     }

@@ -235,7 +235,7 @@ def as_on_an_accelerator(area: Area, device: str) -> Iterator[Row]:
     # On a CPU it is a call for each tensor, which is faster there.
     largest = lambda tensors: torch.stack(torch._foreach_norm(tensors, math.inf))  # noqa: E731
     with (
-        patch("preamp.torch.scaling.grad_scaler._reads_are_free", lambda _: False),
+        patch("preamp.torch.scaling.grad_scaler._sync_is_free", lambda _: False),
         patch("preamp.arrays.torch.largest", largest),
     ):
         ours = count(iteration.ours_clip)

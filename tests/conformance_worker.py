@@ -410,7 +410,7 @@ class Row(NamedTuple):
 
 HALVES = (
     frozenset({"keras", "hysteresis", "fixed"}),
-    frozenset({"torch", "tf_keras, at its floor", "sees the peak", "tolerant"}),
+    frozenset({"torch", "tf_keras, at its floor", "sees the amax", "tolerant"}),
 )
 
 

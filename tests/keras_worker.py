@@ -36,7 +36,7 @@ def optimizer(arguments: dict[str, Any], script: str) -> Scales:
 def policy(make: str, settings: dict[str, Any], readings: list[list[Any]]) -> list[list[float]]:
     """Advance one of our policies with `keras.ops`, compiled if it looks at gradients: it has more to do."""
     rule = from_json({"class": make, "settings": settings}, lambda name: None)
-    advance = jax.jit(rule.advance, static_argnums=2) if rule.needs_peak else rule.advance
+    advance = jax.jit(rule.advance, static_argnums=2) if rule.needs_amax else rule.advance
     state = [keras.ops.convert_to_tensor(x, "float32") for x in rule.start()]
     states = []
     for finite, *seen in readings:

@@ -13,7 +13,7 @@ import numpy as np
 from preamp import ExponentHistogram, Policy, Reading, Step
 from preamp.policy import Where, choose
 
-__all__ = ["Remembered", "Remembering", "counted", "peak_of", "scales_after"]
+__all__ = ["Remembered", "Remembering", "amax_of", "counted", "scales_after"]
 
 
 class Remembered(NamedTuple):
@@ -21,7 +21,7 @@ class Remembered(NamedTuple):
 
     scale: Any
     good: Any
-    peak: Any
+    amax: Any
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,7 +30,7 @@ class Remembering(Policy[Remembered]):
 
     init_scale: float = 4.0
 
-    needs_peak = True
+    needs_amax = True
 
     def start(self) -> Remembered:
         return Remembered(self.init_scale, 0.0, 0.0)
@@ -39,20 +39,20 @@ class Remembering(Policy[Remembered]):
         return Remembered(
             where(reading.finite, state.scale, state.scale * 0.5),
             where(reading.finite, state.good + 1.0, state.good),
-            where(reading.finite, self.peak_in(reading), state.peak),
+            where(reading.finite, self.amax_in(reading), state.amax),
         )
 
 
 def scales_after(policy: Policy[Any], steps: Iterable[Step]) -> list[float]:
-    """Return the scale after each step, of a policy on floats that is shown the peaks that were recorded."""
+    """Return the scale after each step, of a policy on floats that is shown the amaxes that were recorded."""
     state, scales = policy.start(), []
     for step in steps:
-        state = policy.step(state, Reading(step.finite, step.peak))
+        state = policy.step(state, Reading(step.finite, step.amax))
         scales.append(state.scale)
     return scales
 
 
-def peak_of(arrays: Iterable[Any]) -> float:
+def amax_of(arrays: Iterable[Any]) -> float:
     """Return the largest magnitude of real entries, and of the real and imaginary parts of complex ones."""
     parts = [
         part

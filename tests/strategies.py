@@ -157,14 +157,14 @@ def _each(kinds: Iterable[type[Policy[Any]]]) -> st.SearchStrategy[Policy[Any]]:
     return st.one_of([OWN.get(kind, near_the_defaults(kind)) for kind in kinds])
 
 
-seeing = _each(kind for kind in RULES.values() if kind.needs_peak)
-blind = _each(kind for kind in RULES.values() if not kind.needs_peak)
+seeing = _each(kind for kind in RULES.values() if kind.needs_amax)
+blind = _each(kind for kind in RULES.values() if not kind.needs_amax)
 policies = blind | seeing
 
 
 def reading(policy: Policy[Any], state: Any, mark: str) -> Reading:
-    """Return what a policy reads: of overflows the script, of gradients a peak of 2**-10 at every scale."""
-    if mark == "1" or not policy.needs_peak:
+    """Return what a policy reads: of overflows the script, of gradients an amax of 2**-10 at every scale."""
+    if mark == "1" or not policy.needs_amax:
         return Reading(mark == "0")
     return Reading(True, state.scale * 2.0**-10)
 
@@ -203,7 +203,7 @@ steps = st.builds(
     new_scale=st.none() | _recorded,
     loss=_loose,
     grad_norm=_loose,
-    peak=_loose,
+    amax=_loose,
     zeros=_loose,
     culprits=st.lists(_names, max_size=3).map(tuple),
     seconds=_loose,

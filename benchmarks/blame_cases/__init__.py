@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from preamp.autocasting.blame import Blame
+from preamp.blaming.blame import Blame
 
 __all__ = ["OUTSIDE", "Case", "Errors", "Harm", "Healthy", "Step", "harm"]
 

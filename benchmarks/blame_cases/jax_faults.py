@@ -15,8 +15,8 @@ from flax import linen as nn
 from blame_cases import LARGEST_SCALE, SMALLEST_SCALE, Case, Errors, Healthy, jax_models
 from blame_cases.jax_models import Params, Plant
 from preamp import casting
-from preamp.autocasting.blame import Blame
 from preamp.autocasting.tables import Casting
+from preamp.blaming.blame import Blame
 from preamp.jax import autocast, blame
 
 __all__ = ["CASES", "HEALTHY"]

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blame_cases import LARGEST_SCALE, OUTSIDE, SMALLEST_SCALE, Errors
-from preamp.autocasting.blame import Blame
 from preamp.autocasting.tables import Casting
+from preamp.blaming.blame import Blame
 from preamp.torch import autocast, blame
 
 WORDS, LENGTH, BATCH = 64, 24, 4

@@ -1,7 +1,7 @@
 """The end of a training step, as far as all adapters share it: everything around the policy.
 
 ```
-measured = Measured(finite, scale, grad_norm, peak, loss)    # by the adapter, in its gradients
+measured = Measured(finite, scale, grad_norm, amax, loss)    # by the adapter, in its gradients
 judged = judge(guard, state.guard.state, measured, where)     # if there is a guard: whether to take the step
 state, gave_up = advance(policy, state, measured, where, judged)
 if gave_up: raise policy.exhaustion_from(before)              # where the program can raise
@@ -32,6 +32,7 @@ __all__ = [
     "Spike",
     "Step",
     "advance",
+    "advance_policy",
     "given_guard",
     "judge",
     "raise_if_exhausted",
@@ -73,7 +74,7 @@ class Step(NamedTuple):
         new_scale: the scale of the next step; None until the policy has advanced.
         loss: the loss, not scaled.
         grad_norm: global L2 norm of the unscaled gradients.
-        peak: the largest finite magnitude among the scaled gradients.
+        amax: the largest finite magnitude among the scaled gradients.
         zeros: the share of gradient entries that are exactly zero, from 0 to 1.
         culprits: names of the parameters whose gradients were not finite, in backward order where it is
             known. Compiled steps of JAX, Keras and TensorFlow name none.
@@ -93,7 +94,7 @@ class Step(NamedTuple):
     new_scale: float | None = None
     loss: float | None = None
     grad_norm: float | None = None
-    peak: float | None = None
+    amax: float | None = None
     zeros: float | None = None
     culprits: tuple[str, ...] = ()
     seconds: float | None = None
@@ -191,20 +192,20 @@ class Measured(NamedTuple, Generic[T]):
         scale: the loss scale that was in the loss.
         grad_norm: global L2 norm of the unscaled gradients; None where it was not measured. Undefined,
             possibly NaN, after an overflow.
-        peak: the largest magnitude among the scaled gradients, as in `Reading`.
+        amax: the largest magnitude among the scaled gradients, as in `Reading`.
         loss: the mean over ranks of the loss, not scaled; None where no guard uses it.
     """
 
     finite: Any
     scale: T
     grad_norm: T | None = None
-    peak: T | None = None
+    amax: T | None = None
     loss: T | None = None
 
     @property
     def reading(self) -> Reading:
         """The part of it that the policy sees."""
-        return Reading(self.finite, self.peak)
+        return Reading(self.finite, self.amax)
 
 
 class GuardRecord(NamedTuple, Generic[T]):
@@ -234,7 +235,7 @@ class ScalerState(NamedTuple, Generic[S, T]):
         finite: whether the last gradients were finite.
         grad_norm: global L2 norm of the last unscaled gradients; None where no step measures it. NaN if it is
             not known, and undefined, possibly NaN, after an overflow.
-        peak: the largest magnitude among the last scaled gradients; None where the policy does not need it.
+        amax: the largest magnitude among the last scaled gradients; None where the policy does not need it.
             Undefined, possibly NaN, after an overflow.
         exhausted_scale: the scale at which the policy gave up first, 0 if it has not.
         exhausted_overflows: the overflows that were counted by then; 0 if it has not given up.
@@ -247,7 +248,7 @@ class ScalerState(NamedTuple, Generic[S, T]):
     last_scale: T
     finite: Any
     grad_norm: T | None
-    peak: T | None
+    amax: T | None
     exhausted_scale: T
     exhausted_overflows: T
     steps: Any
@@ -266,10 +267,10 @@ def start(
         guard: the rule that skips spikes, if there is one.
     """
     state = policy.start()
-    peak = 0.0 if policy.needs_peak else None
+    amax = 0.0 if policy.needs_amax else None
     norm = 0.0 if takes_norm else None
     record = None if guard is None else GuardRecord(guard.start(), True, math.nan, True, math.inf)
-    return ScalerState(state, state.scale, True, norm, peak, 0.0, 0.0, 0, 0, record)
+    return ScalerState(state, state.scale, True, norm, amax, 0.0, 0.0, 0, 0, record)
 
 
 def judge(
@@ -325,30 +326,24 @@ def advance(
         where: the framework's ``where(condition, yes, no)``.
         judged: what `judge` returned for this step, if there is a guard.
     """
-    before, reading = state.policy_state, measured.reading
-    finite = reading.finite
-    after = policy.advance(before, reading, where)
+    before = state.policy_state
+    taken = measured.finite if judged is None else judged.taken
+    after, gave_up = advance_policy(
+        policy, before, measured.reading, where, None if judged is None else taken
+    )
     exhausted_scale, exhausted_overflows = state.exhausted_scale, state.exhausted_overflows
-    gave_up: Any = False
     if policy.gives_up:
-        gave_up = policy.exhausted(before, reading, where)
-        after = type(before)(*[where(gave_up, old, new) for old, new in zip(before, after, strict=True)])
         # Only the first time is kept: that is where training should have ended.
         gave_up_before = exhausted_overflows > 0.0
         scale, overflows = where(gave_up, before.scale, 0.0), where(gave_up, before.bad + 1.0, 0.0)
         exhausted_scale = where(gave_up_before, exhausted_scale, scale)
         exhausted_overflows = where(gave_up_before, exhausted_overflows, overflows)
-    taken = finite
-    if judged is not None:
-        taken = judged.taken
-        unmoved = where(finite, where(taken, False, True), False)
-        after = type(before)(*[where(unmoved, old, new) for old, new in zip(before, after, strict=True)])
     after_step = ScalerState(
         policy_state=after,
         last_scale=measured.scale,
-        finite=finite,
+        finite=measured.finite,
         grad_norm=measured.grad_norm,
-        peak=measured.peak,
+        amax=measured.amax,
         exhausted_scale=exhausted_scale,
         exhausted_overflows=exhausted_overflows,
         steps=state.steps + 1,
@@ -356,6 +351,32 @@ def advance(
         guard=judged,
     )
     return after_step, gave_up
+
+
+def advance_policy(
+    policy: Policy[S], before: S, reading: Reading, where: Where = choose, taken: Any = None
+) -> tuple[S, Any]:
+    """Return the policy's state after a step, and whether the policy gave up on it: then its state stays.
+
+    Args:
+        policy: the rule.
+        before: its state before the step.
+        reading: what was measured.
+        where: the framework's ``where(condition, yes, no)``.
+        taken: whether a guard lets the step be taken; None without a guard.
+    """
+    after, gave_up = policy.advance(before, reading, where), False
+    if policy.gives_up:
+        gave_up = policy.exhausted(before, reading, where)
+        after = _unless(gave_up, before, after, where)
+    if taken is not None:
+        after = _unless(where(reading.finite, where(taken, False, True), False), before, after, where)
+    return after, gave_up
+
+
+def _unless(condition: Any, before: S, after: S, where: Where) -> S:
+    state: S = type(before)(*[where(condition, old, new) for old, new in zip(before, after, strict=True)])
+    return state
 
 
 def given_guard(guard: Any, *, may_be_idle: bool = False) -> Guard[Any] | None:
@@ -465,7 +486,7 @@ def to_step(
         new_scale=state.policy_state.scale,
         loss=loss,
         grad_norm=state.grad_norm if norm_is_known else None,
-        peak=state.peak if finite else None,
+        amax=state.amax if finite else None,
         culprits=culprits,
         buffers=buffers,
         spike=spike,

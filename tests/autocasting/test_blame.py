@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preamp.autocasting.blame import ALLOWED, ALLOWED_LOSS, ALLOWED_LOST, Blame, BlameRow, ranked
 from preamp.autocasting.tables import Casting
-from preamp.autocasting.tuning import Tuning
+from preamp.blaming.blame import ALLOWED, ALLOWED_LOSS, ALLOWED_LOST, Blame, BlameRow, ranked
+from preamp.blaming.tuning import Tuning
 
 U = 2.0**-9
 few = settings(deadline=None, max_examples=30)
@@ -34,7 +34,7 @@ ROW = BlameRow(
     lost=0,
     lost_share=0.0,
     overflowed=0,
-    peak=1.0,
+    amax=1.0,
     limit=65504.0,
 )
 

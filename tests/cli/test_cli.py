@@ -268,7 +268,7 @@ def test_simulate_compares_rules_on_a_recorded_trace(here, tmp_path):
     assert "deepspeed stopped: the gradients overflowed at a loss scale of 1 " in done.stdout
     assert "write at_floor='hold' or a lower min_scale" in " ".join(done.stdout.split())
     assert "<svg" in (tmp_path / "s.html").read_text()
-    assert "without peaks, so the same steps overflow at every scale" in (tmp_path / "s.html").read_text()
+    assert "without amaxes, so the same steps overflow at every scale" in (tmp_path / "s.html").read_text()
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
@@ -304,7 +304,7 @@ def test_simulate_asks_a_recorded_run_with_peaks_what_another_scale_had_done(tmp
         flags = ["--trace", "run.jsonl", "--policy.scale", str(scale)]
         assert run_here(["simulate", *flags]) == 0
         assert rows_of(capsys.readouterr().out)["preamp"][:2] == ["500", str(skipped)]
-    assert "without peaks" not in (tmp_path / "runs/simulate.html").read_text()
+    assert "without amaxes" not in (tmp_path / "runs/simulate.html").read_text()
 
 
 @pytest.mark.parametrize("flags", [[], ["--trace", "blind.jsonl"]])
@@ -369,7 +369,7 @@ def test_doctor_says_what_is_wrong_and_what_to_write(here, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     sick, _, sound = " ".join(done.stdout.split()).partition("sound.jsonl")
     assert sick.startswith("sick.jsonl warning Oscillating: ")
-    assert "Write policy=Dynamic(). then Simulated with the gradient peaks" in sick
+    assert "Write policy=Dynamic(). then Simulated with the gradient amaxes" in sick
     assert sound.startswith(" fine Healthy: Nothing is wrong with the scale: 0 of 3,000 steps (0 %)")
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert not (tmp_path / "runs").exists()

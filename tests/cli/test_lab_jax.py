@@ -130,14 +130,14 @@ def test_histograms_are_numpys_of_the_same_values(precision, policy):
         found = rows(snapshots[what], what)
         assert list(found) == list(tree)
         assert {n: in_histogram(row) for n, row in found.items()} == {n: counted(a) for n, a in tree.items()}
-    _, weights, peak, *_ = loop.train_step(loop.layers, loop.state, *batch)
+    _, weights, amax, *_ = loop.train_step(loop.layers, loop.state, *batch)
     for gradient, layer in zip(weights, LAYERS, strict=True):
         seen = np.asarray(values["gradient"][layer]["weight"])
         assert np.abs(seen - gradient).max() <= 2.0**-9 * np.abs(gradient).max()
     highest = max(
-        rows(snapshots["gradient"], "gradient")[f"{n}.weight"].histogram.peak_exponent for n in LAYERS
+        rows(snapshots["gradient"], "gradient")[f"{n}.weight"].histogram.amax_exponent for n in LAYERS
     )
-    assert 2.0**highest <= float(peak) < 2.0 ** (highest + 1)
+    assert 2.0**highest <= float(amax) < 2.0 ** (highest + 1)
 
 
 def test_flows_are_the_gradients_of_what_a_layer_puts_out():

@@ -349,12 +349,12 @@ def shown(kind: str) -> Seen:
     Listing.readings.clear()
     engine = made(kind, clip=0.5)
     handle = attach(engine, Listing(init_scale=4.0))
-    peaks = []
+    amaxes = []
     for first in (1.0, float("inf"), 1.0):
         engine.backward(engine(first, -3.0))
         engine.step()
-        peaks.append(handle.last_step and handle.last_step.peak)
-    return {"peaks": peaks, "readings": [list(reading[:2]) for reading in Listing.readings]}
+        amaxes.append(handle.last_step and handle.last_step.amax)
+    return {"amaxes": amaxes, "readings": [list(reading[:2]) for reading in Listing.readings]}
 
 
 @each(("0", "1"))

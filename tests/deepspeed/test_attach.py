@@ -150,7 +150,7 @@ def test_a_policy_that_sees_is_shown_the_scaled_gradients_of_all_ranks(
 ) -> None:
     """Six entries are 4, four are -12."""
     for seen in play(ranks, f"shown {kind}"):
-        assert seen["peaks"] == [12.0, None, 12.0]
+        assert seen["amaxes"] == [12.0, None, 12.0]
         assert seen["readings"] == [[True, 12.0], [False, None], [True, 12.0]]
 
 
@@ -294,7 +294,7 @@ REFUSED = {
     "float32": "UsageError: this engine does not train in float16",
     "bfloat16": "UsageError: this engine does not train in float16",
     "subclass": "UsageError: Mine moves its scale in a way that attach does not support",
-    "on a disk": "UsageError: Headroom() needs the peak of the gradients",
+    "on a disk": "UsageError: Headroom() needs the amax of the gradients",
     "onebit": "UsageError: OnebitAdam exchanges gradients between ranks itself",
     "no policy": "PolicyError: policy=3 is not a policy",
     "no on_step": "PolicyError: on_step=3 cannot be called",

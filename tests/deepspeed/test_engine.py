@@ -69,7 +69,7 @@ def test_a_policy_that_sees_is_shown_what_the_micro_steps_add_up_to():
     engine = trained(Weight(), Settings(precision="float16", policy=policy, gradient_accumulation_steps=2))
     for gradient in (1.0, -5.0):
         step(engine, gradient)
-    assert engine.last_step.peak == engine.scaler.policy_state.peak == 2.0**5
+    assert engine.last_step.amax == engine.scaler.policy_state.amax == 2.0**5
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])

@@ -62,8 +62,8 @@ def run(
     return Trace(steps, policy=repr(policy or Dynamic()))
 
 
-def row(name: str, what: Any, peak: int, *, nonfinite: int = 0, dtype: str = "float16") -> SnapshotRow:
-    return SnapshotRow(name, what, dtype, ExponentHistogram(peak - 7, (4,) * 8, nonfinite=nonfinite))
+def row(name: str, what: Any, amax: int, *, nonfinite: int = 0, dtype: str = "float16") -> SnapshotRow:
+    return SnapshotRow(name, what, dtype, ExponentHistogram(amax - 7, (4,) * 8, nonfinite=nonfinite))
 
 
 def first(trace: Trace) -> Any:
@@ -96,7 +96,7 @@ def test_a_loss_that_did_not_rise_is_another_cause(before: int, last: float) -> 
     assert "learning rate" not in "".join(f.sentence + f.advice for f in found.findings)
 
 
-def neck(peak: int, nonfinite: int) -> Trace:
+def neck(amax: int, nonfinite: int) -> Trace:
     """Return a run whose module "neck" puts out inf from step 41 on."""
     trace = run(41, 100, losses=[0.5] * 5, norms=[0.9] * 5, lost=math.nan)
     for index in (0, 40):
@@ -105,7 +105,7 @@ def neck(peak: int, nonfinite: int) -> Trace:
         )
     broken = (
         row("body", "activation", 1),
-        row("neck", "activation", peak, nonfinite=nonfinite),
+        row("neck", "activation", amax, nonfinite=nonfinite),
         SnapshotRow("head", "activation", "float16", ExponentHistogram(nonfinite=32)),
         SnapshotRow("head", "gradient", "float32", ExponentHistogram(nonfinite=17)),
     )
@@ -115,7 +115,7 @@ def neck(peak: int, nonfinite: int) -> Trace:
 
 
 def test_an_overflow_in_forward_names_the_module_and_the_edit_and_nothing_else() -> None:
-    trace = neck(peak=15, nonfinite=100)
+    trace = neck(amax=15, nonfinite=100)
     assert trace.snapshots[-1].first_overflow.name == "neck"  # type: ignore[union-attr]
     (finding,) = diagnose(trace).findings
     assert (finding.kind, finding.severity, dict(finding.settings)) == ("forward overflow", "problem", {})
@@ -126,7 +126,7 @@ def test_an_overflow_in_forward_names_the_module_and_the_edit_and_nothing_else()
 
 
 def test_float32_for_one_module_alone_is_not_promised_to_mend() -> None:
-    advice = first(neck(peak=15, nonfinite=100)).advice
+    advice = first(neck(amax=15, nonfinite=100)).advice
     assert (
         "The next module casts the output back, and it is inf again: run that module in float32 too" in advice
     )
@@ -146,7 +146,7 @@ def test_the_module_that_made_the_values_too_large_is_named() -> None:
 
 
 def test_weights_that_an_update_broke_are_told_from_an_overflow() -> None:
-    finding = first(neck(peak=3, nonfinite=16))
+    finding = first(neck(amax=3, nonfinite=16))
     assert finding.kind == "broken update"
     assert "eps" in finding.advice
 
@@ -195,7 +195,7 @@ def test_single_steps_that_lose_the_loss_are_the_data(places: set[int], lost: fl
 
 def test_a_bad_batch_in_every_epoch_shows_by_its_period_alone() -> None:
     trace = simulate(Dynamic(), [n % 50 == 30 for n in range(500)])
-    finding = first(Trace((step._replace(peak=None) for step in trace), policy=repr(Dynamic())))
+    finding = first(Trace((step._replace(amax=None) for step in trace), policy=repr(Dynamic())))
     assert (finding.kind, finding.numbers["period"]) == ("bad data", 50)
 
 
@@ -532,10 +532,10 @@ def seen(index: int, scale: float, link: str = "", *, told: bool = True) -> Snap
     order = ("data", "weights", "overflow", "NaN", "between", "loss", "backward")
     place = order.index(link) if link else len(order)
 
-    def one(name: str, what: Any, since: int, peak: int = 1) -> SnapshotRow:
+    def one(name: str, what: Any, since: int, amax: int = 1) -> SnapshotRow:
         if place > since:
-            return row(name, what, peak)._replace(nans=0 if told else None)
-        bad = row(name, what, 15 if link == "overflow" and name == "neck" else peak, nonfinite=9)
+            return row(name, what, amax)._replace(nans=0 if told else None)
+        bad = row(name, what, 15 if link == "overflow" and name == "neck" else amax, nonfinite=9)
         return bad._replace(nans=(0 if link == "overflow" and name == "neck" else 9) if told else None)
 
     inputs = (one("stem", "input", 0), one("neck", "input", 1), one("head", "input", 4))
@@ -586,10 +586,10 @@ def test_inputs_far_larger_than_all_before_are_bad_data(powers: int) -> None:
 
 
 def test_gradients_that_overflow_at_the_lowest_scale_are_too_large_and_not_nan() -> None:
-    for nans, peak, kind in ((0, 15, "gradient overflow"), (9, 2, "NaN in backward")):
+    for nans, amax, kind in ((0, 15, "gradient overflow"), (9, 2, "NaN in backward")):
         trace = run(0, 100, lost=0.5)
         for index in (0, 60):
-            flow = row("head", "flow", peak, nonfinite=9)._replace(nans=nans)
+            flow = row("head", "flow", amax, nonfinite=9)._replace(nans=nans)
             trace.add_snapshot(
                 Snapshot(index, trace[index].scale, "float16", (row("head", "activation", 1), flow))
             )
@@ -608,7 +608,7 @@ def sporadic(places: set[int], *, lost: float, norm: float | None, steps: int = 
         )
         for step in simulate(Dynamic(init_scale=2.0**10), readings)
     )
-    return Trace((step._replace(peak=None) for step in made), policy=repr(Dynamic(init_scale=2.0**10)))
+    return Trace((step._replace(amax=None) for step in made), policy=repr(Dynamic(init_scale=2.0**10)))
 
 
 def test_single_steps_lost_at_scales_that_overflow_nothing_are_nan_in_backward() -> None:
@@ -656,10 +656,10 @@ def test_a_loss_that_comes_back_was_not_lost_by_the_weights() -> None:
 
 
 def test_targets_that_change_at_once_are_told_from_answers_that_grew() -> None:
-    for peak, kind in ((1, "bad data"), (5, "loss function")):
+    for amax, kind in ((1, "bad data"), (5, "loss function")):
         trace = run(41, 100, losses=[0.5], lost=math.inf)
         for index in (0, 40, 42, 80):
-            seen_then = row("stem", "activation", 1), row("head", "activation", peak if index > 41 else 1)
+            seen_then = row("stem", "activation", 1), row("head", "activation", amax if index > 41 else 1)
             trace.add_snapshot(Snapshot(index, trace[index].scale, "float16", seen_then))
         assert first(trace).kind == kind
 
@@ -704,7 +704,7 @@ def test_gradients_of_dead_units_need_no_higher_scale() -> None:
 
 
 def test_a_loss_of_zero_has_no_gradients_and_needs_no_scale() -> None:
-    steps = [Step(n, 8.0, finite=True, skipped=False, peak=0.0, loss=0.0) for n in range(200)]
+    steps = [Step(n, 8.0, finite=True, skipped=False, amax=0.0, loss=0.0) for n in range(200)]
     assert "vanished" not in [f.kind for f in diagnose(Trace(steps, policy=repr(Static(8.0)))).findings]
 
 
@@ -834,21 +834,21 @@ def test_gradients_seen_in_parts_show_a_scale_that_is_too_low(what: Any) -> None
     assert found.better() == Static(2.0**35)
 
 
-def by_parameter(name: str, peak: int | None, entries: int) -> SnapshotRow:
-    counts = (entries,) if peak is not None else ()
-    seen = ExponentHistogram(peak or 0, counts, zeros=0 if counts else entries)
+def by_parameter(name: str, amax: int | None, entries: int) -> SnapshotRow:
+    counts = (entries,) if amax is not None else ()
+    seen = ExponentHistogram(amax or 0, counts, zeros=0 if counts else entries)
     return SnapshotRow(name, "gradient", "float32", seen)
 
 
 @pytest.mark.parametrize("path", ["{}.{}", "{}/{}", "['{}']['{}']"])
 def test_units_that_died_are_told_by_the_gradients_of_weight_and_bias(path: str) -> None:
-    def gradients(*peaks: int | None) -> Trace:
+    def gradients(*amaxes: int | None) -> Trace:
         trace = steady(policy=Static(8.0))
         places = [("first", "b", 8), ("first", "w", 64), ("last", "b", 2), ("last", "w", 16)]
         for index in (0, 100, 190):
             rows = (
-                by_parameter(path.format(module, name), peak, size)
-                for (module, name, size), peak in zip(places, peaks, strict=True)
+                by_parameter(path.format(module, name), amax, size)
+                for (module, name, size), amax in zip(places, amaxes, strict=True)
             )
             trace.add_snapshot(Snapshot(index, 8.0, "float16", tuple(rows)))
         return trace
@@ -982,10 +982,10 @@ def test_batches_whose_losses_stand_out_may_overflow_at_low_scales() -> None:
 
 
 def test_head_room_that_most_late_snapshots_could_not_use_is_a_note() -> None:
-    def late(*peaks: int) -> Any:
+    def late(*amaxes: int) -> Any:
         trace = steady(policy=Static(8.0))
-        for place, peak in enumerate(peaks):
-            trace.add_snapshot(Snapshot(110 + 20 * place, 8.0, "float16", (row("dense", "flow", peak),)))
+        for place, amax in enumerate(amaxes):
+            trace.add_snapshot(Snapshot(110 + 20 * place, 8.0, "float16", (row("dense", "flow", amax),)))
         return first(trace)
 
     assert late(-10, -10, -10, -10).severity == "warning"
@@ -1011,7 +1011,7 @@ def test_a_run_that_loses_most_late_steps_gets_their_cause_and_not_that_they_are
         step._replace(loss=math.inf if step.skipped else 0.5 + 0.1 / (1 + step.index))
         for step in simulate(Dynamic(), readings)
     ]
-    trace = Trace([step._replace(peak=None) for step in steps], policy=repr(Dynamic()))
+    trace = Trace([step._replace(amax=None) for step in steps], policy=repr(Dynamic()))
     for index in (0, 40, 200, 293):
         trace.add_snapshot(seen(index, steps[index].scale, "overflow" if steps[index].skipped else ""))
     finding = first(trace)
@@ -1084,7 +1084,7 @@ def test_skipped_steps_whose_own_loss_is_a_thousand_times_the_usual_are_bad_data
             is_bad = n % 25 == 20
             loss, after = 0.5 + 0.01 * (n * 7 % 31), scale / 2 if is_bad else scale
             step = Step(n, scale, finite=not is_bad, skipped=is_bad, new_scale=after)
-            steps.append(step._replace(loss=loss * factor if is_bad else loss, peak=None if is_bad else 1.0))
+            steps.append(step._replace(loss=loss * factor if is_bad else loss, amax=None if is_bad else 1.0))
             scale = after
         return str(first(Trace(steps)).kind)
 
@@ -1115,7 +1115,7 @@ def test_skipped_steps_whose_inputs_are_far_larger_than_usual_are_bad_data(power
 
 def test_a_low_scale_that_never_moved_under_an_unknown_rule_is_too_low() -> None:
     steps = [
-        Step(n, 4.0, finite=True, skipped=False, loss=1e-6 + 1e-9 * (n * 7 % 101), peak=1e-6)
+        Step(n, 4.0, finite=True, skipped=False, loss=1e-6 + 1e-9 * (n * 7 % 101), amax=1e-6)
         for n in range(240)
     ]
     assert first(Trace(steps)).kind == "too low"

@@ -146,14 +146,14 @@ def test_what_a_blind_rule_leaves_behind_is_enough_for_skipped_steps() -> None:
         "too high",
     }
     for name, (kind, policy, _) in SICK.items():
-        steps = [step._replace(peak=None, zeros=None) for step in simulated(name)]
+        steps = [step._replace(amax=None, zeros=None) for step in simulated(name)]
         found = diagnose(Trace(steps, policy=repr(policy)))
         assert (kind in kinds(found)) or kind not in blind
         assert found.healthy or kind in blind
 
 
 def test_without_peaks_the_healthy_sentence_says_what_it_cannot_know() -> None:
-    assert "without recorded peaks" in diagnose(simulate(Dynamic(), [False] * 3000)).findings[0].sentence
+    assert "without recorded amaxes" in diagnose(simulate(Dynamic(), [False] * 3000)).findings[0].sentence
 
 
 def test_nan_is_told_from_a_scale_that_is_too_high() -> None:
@@ -229,16 +229,16 @@ def test_a_record_without_a_rule_is_not_told_when_it_would_grow() -> None:
 
 
 def test_advice_stays_within_what_a_scale_can_be() -> None:
-    tiny = [Step(n, 2.0**16, finite=True, skipped=False, peak=1e-30) for n in range(300)]
+    tiny = [Step(n, 2.0**16, finite=True, skipped=False, amax=1e-30) for n in range(300)]
     better = diagnose(Trace(tiny)).better()
     assert isinstance(better, Dynamic)
     assert better.init_scale == 2.0**127
-    huge = [Step(n, 1.7e308, finite=True, skipped=False, peak=1e-300) for n in range(30)]
+    huge = [Step(n, 1.7e308, finite=True, skipped=False, amax=1e-300) for n in range(30)]
     assert isinstance(diagnose(Trace(huge)).better(), Dynamic)
 
 
 def test_only_peaks_of_finite_steps_are_played_again() -> None:
-    exhausted = Trace([Step(n, 8.0, finite=False, skipped=True, peak=5.0) for n in range(50)])
+    exhausted = Trace([Step(n, 8.0, finite=False, skipped=True, amax=5.0) for n in range(50)])
     found = diagnose(Trace(exhausted, policy=repr(Static(8.0))))
     assert found.better() is not None
     assert not found.rehearsal()
@@ -273,7 +273,7 @@ def test_the_command_that_finds_the_operation_comes_with_findings_about_one() ->
 @given(policies, scripts, st.booleans())
 def test_any_rule_is_read_back_and_any_run_has_a_diagnosis(policy: Any, script: str, told: bool) -> None:
     assert recorded_policy(repr(policy)) == policy
-    trace = simulate(policy, [Reading(mark == "0", peak=8.0) for mark in script])
+    trace = simulate(policy, [Reading(mark == "0", amax=8.0) for mark in script])
     found = diagnose(trace if told else Trace(list(trace)))
     assert found.findings
     for finding in found.findings:
@@ -356,7 +356,7 @@ def test_a_snapshot_alone_tells_that_the_scale_is_too_low_and_what_is_lost() -> 
 
 def test_flows_that_are_larger_than_gradients_lower_the_scale_that_is_advised() -> None:
     def advised(flow: int) -> float:
-        steps = [Step(n, 8.0, finite=True, skipped=False, peak=2.0**-20) for n in range(300)]
+        steps = [Step(n, 8.0, finite=True, skipped=False, amax=2.0**-20) for n in range(300)]
         trace = Trace(steps, policy=repr(Static(8.0)))
         trace.add_snapshot(Snapshot(299, 8.0, "float16", (row("a", "flow", flow, (1,)),)))
         return diagnose(trace).better().scale

@@ -94,9 +94,9 @@ def in_a_micro_batch() -> Trace:
 
 def with_large_inputs() -> Trace:
     trace = run(41, 60, losses=[0.5], norms=[0.9], lost=math.inf)
-    for place, peak in ((0, 1), (40, 1), (42, 14)):
+    for place, amax in ((0, 1), (40, 1), (42, 14)):
         lost = row("stem", "activation", 15, nonfinite=9 * (place > 40))
-        with_snapshots(trace, place, rows=(lost,), inputs=(row("stem", "input", peak),))
+        with_snapshots(trace, place, rows=(lost,), inputs=(row("stem", "input", amax),))
     return trace
 
 
@@ -125,7 +125,7 @@ def restarted() -> Trace:
 
 
 PLANTED: dict[str, Callable[[], Trace]] = {
-    "a layer overflows": lambda: neck(peak=15, nonfinite=100),
+    "a layer overflows": lambda: neck(amax=15, nonfinite=100),
     "the whole model overflows": in_the_whole_model,
     "something overflows": lambda: run(8, 60, losses=[0.6], lost=math.inf),
     "inputs hold NaN": lambda: nan_given(inputs=32, weights=0),
@@ -206,12 +206,12 @@ def runs(draw: st.DrawFn) -> Trace:
     lost = draw(st.sampled_from([0.5, math.nan, math.inf, -math.inf, None]))
     places = draw(st.lists(st.integers(60, 119), max_size=8, unique=True))
     trace = skipped(*places, loss=lost) if draw(st.booleans()) else run(41, 100, losses=[0.5] * 5, lost=lost)
-    nonfinite, peak = st.integers(0, 64), st.integers(-30, 15)
+    nonfinite, amax = st.integers(0, 64), st.integers(-30, 15)
     for index in sorted(draw(st.sets(st.sampled_from([0, 40, 42, 60, 80, *places]), min_size=1))):
         parts: dict[str, list[SnapshotRow]] = {"": [], "input": [], "weight": []}
         for name, what in draw(st.lists(st.tuples(NAMES, WHAT), unique=True, max_size=7)):
             bad = draw(nonfinite)
-            values = ExponentHistogram(draw(peak) - 7, draw(st.sampled_from([(), (4,) * 8])), nonfinite=bad)
+            values = ExponentHistogram(draw(amax) - 7, draw(st.sampled_from([(), (4,) * 8])), nonfinite=bad)
             nans = draw(st.sampled_from([0, bad, None]))
             parts.get(what, parts[""]).append(SnapshotRow(name, what, "float16", values, nans=nans))
         trace.add_snapshot(Snapshot(index, trace[index].scale, "float16", *map(tuple, parts.values())))

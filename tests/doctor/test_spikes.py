@@ -18,7 +18,7 @@ LEVEL = [1.0 + 2.0 * math.exp(-step / 100.0) + 0.01 * (step % 7) for step in ran
 
 
 def recorded(losses: list[float], policy: Dynamic | None = None) -> Trace:
-    readings = [Reading(True, peak=100.0, loss=loss, grad_norm=1.0) for loss in losses]
+    readings = [Reading(True, amax=100.0, loss=loss, grad_norm=1.0) for loss in losses]
     return simulate(policy or Dynamic(init_scale=64.0), readings, guard=guards.SpikeGuard())
 
 

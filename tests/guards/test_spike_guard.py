@@ -35,7 +35,7 @@ readings = st.lists(
     st.builds(
         Reading,
         finite=st.sampled_from([True] * 9 + [False]),
-        peak=st.none(),
+        amax=st.none(),
         loss=anything,
         grad_norm=norms,
     ),

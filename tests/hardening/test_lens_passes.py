@@ -161,7 +161,7 @@ def check(snapshot: Snapshot, model: nn.Module, activations: bool) -> None:
         if row.largest is not None and row.smallest is not None:
             assert row.smallest <= row.largest
             assert math.frexp(row.smallest)[1] - 1 == seen.low
-            assert math.frexp(row.largest)[1] - 1 == seen.peak_exponent
+            assert math.frexp(row.largest)[1] - 1 == seen.amax_exponent
     if activations:
         counted = sum(row.histogram.total for row in snapshot.weights)
         assert counted == sum(parameter.numel() for parameter in model.parameters())

@@ -75,7 +75,7 @@ STEPS = [
         i % 7 == 3,
         2.0**15 if i % 7 == 3 else 2.0**16,
         loss=1.0 / (i + 1),
-        peak=3.0,
+        amax=3.0,
         zeros=0.1,
         grad_norm=1.0,
         culprits=("a.b",) if i % 7 == 3 else (),

@@ -9,14 +9,12 @@ from preamp.jax.blaming import step as steps
 from preamp.jax.blaming.operations import Operation
 from preamp.jax.blaming.rows import key_of, owners_of
 from preamp.jax.blaming.tape import Tape, Variable
-from preamp.jax.scaling.model_state import keep_on_skip
 
 __all__ = [
     "Operation",
     "Tape",
     "Variable",
     "arrays",
-    "keep_on_skip",
     "key_of",
     "owners_of",
     "region",

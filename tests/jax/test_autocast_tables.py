@@ -173,6 +173,6 @@ def test_sums_over_devices_run_in_float32_and_moves_stay_low() -> None:
         y = x @ x
         return lax.psum(y, "i"), lax.pmean(y, "i"), lax.pmax(y, "i"), lax.all_gather(y, "i")
 
-    sums, means, peaks, gathered = jax.vmap(autocast(along), axis_name="i")(np.ones((2, 3, 3), np.float32))
+    sums, means, amaxes, gathered = jax.vmap(autocast(along), axis_name="i")(np.ones((2, 3, 3), np.float32))
     assert sums.dtype == means.dtype == np.float32
-    assert peaks.dtype == gathered.dtype == jnp.bfloat16
+    assert amaxes.dtype == gathered.dtype == jnp.bfloat16

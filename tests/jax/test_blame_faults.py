@@ -85,7 +85,7 @@ def test_an_overflow_is_named_where_it_happens_first() -> None:
     found = blame(loss, PARAMS, X, dtype="float16", loss_scale=1.0)
     assert first(found) == ("mul", "forward")
     assert found.rows[0].overflowed
-    assert found.rows[0].peak > found.rows[0].limit == 65504
+    assert found.rows[0].amax > found.rows[0].limit == 65504
     assert not any(row.overflowed for row in blame(loss, PARAMS, X, dtype="bfloat16").rows)
 
 

@@ -1,4 +1,4 @@
-"""The peak that policies use, on all devices."""
+"""The amax that policies use, on all devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from preamp import Dynamic, Headroom
 from preamp.jax import apply_gradients, last_step, loss_scaled, step, value_and_grad
-from tests.seeing import Remembering, peak_of, scales_after
+from tests.seeing import Remembering, amax_of, scales_after
 
 from .trainings import batches, enable_x64, handed, loss, parameters, shard_map
 
@@ -41,7 +41,7 @@ def tree_of(entries: list[float]) -> dict[str, Any]:
 
 
 def remembered(state: Any) -> list[float]:
-    return [float(number) for number in (state.scale, state.peak)]
+    return [float(number) for number in (state.scale, state.amax)]
 
 
 update = jax.jit(lambda scaled, state: OPTIMIZER.update(*handed(scaled, state)))
@@ -52,10 +52,10 @@ update = jax.jit(lambda scaled, state: OPTIMIZER.update(*handed(scaled, state)))
 @example([0.0] * COUNT)
 def test_the_peak_is_that_of_all_scaled_gradients(entries: list[float]) -> None:
     gradients = tree_of(entries)
-    peak = peak_of(gradients.values())
+    amax = amax_of(gradients.values())
     _, state = update(gradients, OPTIMIZER.init(gradients))
-    assert float(state.policy_state.peak) == peak
-    assert last_step(state).peak == peak
+    assert float(state.policy_state.amax) == amax
+    assert last_step(state).amax == amax
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
@@ -65,15 +65,15 @@ def test_an_overflow_says_nothing_and_leaves_the_next_step_as_it_was(bad: float)
     _, state = update(gradients, OPTIMIZER.init(gradients))
     _, state = update(spoilt, state)
     assert remembered(state.policy_state) == [2.0, 1.0]
-    assert last_step(state).peak is None
+    assert last_step(state).amax is None
 
 
 def test_what_float32_cannot_hold_is_no_infinite_peak() -> None:
     with enable_x64(True):
         gradients = jnp.array([1e100, 0.0])
         _, state = OPTIMIZER.update(*handed(gradients, OPTIMIZER.init(gradients)))
-    assert state.policy_state.peak == np.finfo(np.float32).max
-    assert state.policy_state.peak.dtype == jnp.float32
+    assert state.policy_state.amax == np.finfo(np.float32).max
+    assert state.policy_state.amax.dtype == jnp.float32
 
 
 def test_a_compiled_step_sees_what_it_cuts_off() -> None:
@@ -87,9 +87,9 @@ def test_a_compiled_step_sees_what_it_cuts_off() -> None:
     _, gradients, pending = value_and_grad(low)(params, state, x)
     train = jax.jit(step(low, OPTIMIZER), donate_argnums=(0, 1))
     _, params, state = train(params, state, x)
-    expected = pytest.approx(peak_of(jax.tree.leaves(gradients)) * last_step(state).scale, rel=1e-6)
-    assert last_step(state).peak == expected
-    assert float(pending.peak) == expected
+    expected = pytest.approx(amax_of(jax.tree.leaves(gradients)) * last_step(state).scale, rel=1e-6)
+    assert last_step(state).amax == expected
+    assert float(pending.amax) == expected
     train(params, state, x)
     assert train._cache_size() == 1
 
@@ -114,7 +114,7 @@ def test_shards_of_gradients_are_seen_as_one(checked: bool) -> None:
 
 def test_a_policy_that_sees_nothing_has_no_more_to_remember() -> None:
     state = loss_scaled(optax.sgd(1.0), Dynamic()).init(parameters())
-    assert state.peak is None
+    assert state.amax is None
     assert len(jax.tree.leaves(state)) == 11
 
 

@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "while tracing": (UsageError, "Ask for it outside", lambda: jax.jit(lambda s: last_step(s) and 0)(STATE)),
     "of several trainings": (
         UsageError,
-        r"shape \(2,\).*Write last_step\(jax\.tree\.map",
+        r"shape \(2,\).*Write jax\.tree\.map",
         lambda: last_step(jax.tree.map(lambda x: jnp.stack([x, x]), STATE)),
     ),
     "giving up of another": (

@@ -214,7 +214,7 @@ def test_an_overflow_that_comes_after_the_backward_pass_is_skipped_too() -> None
 
 
 def test_the_norm_and_the_guard_are_those_of_the_gradients_before_other_code() -> None:
-    """A clip outside does not hide a spike, nor the peak that a policy uses."""
+    """A clip outside does not hide a spike, nor the amax that a policy uses."""
     params = parameters()
     norm = float(optax.tree.norm(jax.grad(loss)(params, X)))
     optimizer = loss_scaled(optax.sgd(0.1), Headroom(), guard=NormLimit(norm / 2))
@@ -224,7 +224,7 @@ def test_the_norm_and_the_guard_are_those_of_the_gradients_before_other_code() -
     assert (record.skipped, record.spike.of) == (True, "grad_norm")
     assert record.grad_norm == pytest.approx(norm, rel=1e-6)
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradients))
-    assert record.peak == pytest.approx(largest * record.scale, rel=1e-6)
+    assert record.amax == pytest.approx(largest * record.scale, rel=1e-6)
 
 
 # Several backward passes for one step

@@ -97,16 +97,16 @@ def test_finite_entries_with_infinite_squares_are_finite() -> None:
 def test_the_norm_and_the_peak_are_those_of_all_entries() -> None:
     small = {"float16": GIVEN["float16"], "bfloat16": GIVEN["bfloat16"], "float32": EMPTY}
     assert number(arrays.global_norm(tensors(**small))) == pytest.approx(np.sqrt(2.25 + 9 + 4 + 36), rel=1e-6)
-    assert number(arrays.peak(tensors(**small))) == 6.0
-    assert number(arrays.peak(tensors(float32=EMPTY))) == number(arrays.peak([])) == 0.0
-    assert number(arrays.peak(tensors(float32=np.array([3e38, -np.inf])))) == np.finfo(np.float32).max
+    assert number(arrays.amax(tensors(**small))) == 6.0
+    assert number(arrays.amax(tensors(float32=EMPTY))) == number(arrays.amax([])) == 0.0
+    assert number(arrays.amax(tensors(float32=np.array([3e38, -np.inf])))) == np.finfo(np.float32).max
 
 
 def test_of_a_sparse_gradient_the_stored_entries_count() -> None:
     given = [sparse([3.0, -4.0], [1, 5])]
     (unscaled,), finite, norm, _ = arrays.unscale(given, keras.ops.convert_to_tensor(2.0))
     assert (dense(unscaled).ravel() == [0.0, 1.5, 0.0, 0.0, 0.0, -2.0, 0.0, 0.0]).all()
-    assert (number(finite), number(norm), number(arrays.peak(given))) == (1.0, 2.5, 4.0)
+    assert (number(finite), number(norm), number(arrays.amax(given))) == (1.0, 2.5, 4.0)
     assert number(arrays.all_finite([sparse([3.0, np.nan], [1, 5])])) == 0.0
 
 
@@ -141,4 +141,4 @@ def test_nothing_is_read_while_it_is_traced() -> None:
 
 def test_the_peak_is_a_finite_float32_of_float64_as_well() -> None:
     given = {"float32": np.array([-np.inf])} if BACKEND == "jax" else {"float64": np.array([-1e300])}
-    assert number(arrays.peak(tensors(**given))) == np.finfo(np.float32).max  # JAX has no float64 by default
+    assert number(arrays.amax(tensors(**given))) == np.finfo(np.float32).max  # JAX has no float64 by default

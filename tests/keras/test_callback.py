@@ -175,9 +175,9 @@ def test_other_optimizers_are_refused() -> None:
 def test_peaks_are_recorded_where_the_policy_sees_them() -> None:
     optimizer, recorder = LossScaleOptimizer(adam(), policy=Remembering()), TraceCallback()
     fit(model_of(optimizer, jit_compile=BACKEND == "jax"), 1, callbacks=[recorder])
-    peaks = [step.peak for step in recorder.trace]
-    assert [number for number, peak in enumerate(peaks) if peak is None] == [OVERFLOWING]
-    assert optimizer.last_step.peak == peaks[-1] > 0.0
+    amaxes = [step.amax for step in recorder.trace]
+    assert [number for number, amax in enumerate(amaxes) if amax is None] == [OVERFLOWING]
+    assert optimizer.last_step.amax == amaxes[-1] > 0.0
 
 
 def test_a_second_fit_goes_on_with_the_settings_of_the_file(tmp_path: Path) -> None:

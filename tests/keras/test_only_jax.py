@@ -16,7 +16,7 @@ from jax.experimental.sparse import BCOO, BCSR
 from preamp import UsageError
 from preamp.keras import LossScaleOptimizer
 
-from .driving import INF, Run, Stock, array, record_shardings, same
+from .driving import INF, Run, Stock, array, dtype_policy, record_shardings, same
 from .test_training import BATCH, adam, data, fit, model_of, weights
 
 
@@ -219,6 +219,17 @@ def test_a_sparse_gradient_that_is_being_traced_is_noticed() -> None:
     assert optimizer.last_step is None
 
 
+def test_an_eager_step_has_the_loss_that_was_scaled_inside_of_grad() -> None:
+    optimizer, variables = of(np.ones(2))
+
+    def scaled_loss(weights: Any) -> Any:
+        return optimizer.scale_loss(jnp.sum(weights) * 1.5)
+
+    with jax.checking_leaks():
+        optimizer.apply([jax.grad(scaled_loss)(variables[0].value)], variables)
+    assert (optimizer.last_step.index, optimizer.last_step.loss) == (0, 3.0)
+
+
 def test_inputs_may_be_tuples() -> None:
     weights, gradients = [jnp.ones(1), jnp.ones(1)], [jnp.ones(1), jnp.ones(1)]
     ours, _ = of(np.ones(1), np.ones(1))
@@ -258,13 +269,16 @@ def optimized() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("optimized")
-def test_a_training_step_reads_gradients_no_more_than_stocks_but_where_squares_do_not_fit() -> None:
-    """XLA counts the branch that accesses most: where squares do not fit, three passes."""
-    (ours, accessed, gradients), (stock, before, _) = (
-        cost(make, "Adam", 256) for make in (LossScaleOptimizer, Stock)
-    )
-    assert (ours, stock) == (2, 2)
-    assert accessed <= before + 3 * gradients
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_training_step_accesses_hardly_more_than_stocks(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA counts the branch that accesses most: where squares do not fit, another pass over the gradients."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # or gradients are laid out as XLA likes
+    with dtype_policy(policy):
+        ours, stock = (cost(make, "Adam", 256) for make in (LossScaleOptimizer, Stock))
+    assert (ours[0], stock[0]) == (2, 2)
+    assert ours[1] <= 1.05 * stock[1]
 
 
 @pytest.mark.usefixtures("optimized")

@@ -60,7 +60,7 @@ def test_the_rows_of_indexed_slices_are_seen(compiled: bool) -> None:
     apply = lambda: optimizer.apply([rows], [variable])  # noqa: E731
     (tf.function(apply) if compiled else apply)()
     state = optimizer._scaler.state.policy_state
-    assert float(array(state.peak)) == 2.0
+    assert float(array(state.amax)) == 2.0
 
 
 def test_a_step_is_traced_once_whatever_happens() -> None:
@@ -210,7 +210,7 @@ def test_replicas_keep_one_record(strategy: Any) -> None:
         ours.step(*gradients)
     step = ours.optimizer.last_step
     assert (step.index, step.scale, step.skipped, step.new_scale) == (1, 8.0, True, 4.0)
-    for variable in ours.optimizer._scaler.variables:
+    for variable in ours.optimizer._scaler.variables.values():
         copies = [float(v) for v in strategy.experimental_local_results(variable.value)]
         assert len(np.unique(copies)) == 1
 
@@ -220,8 +220,8 @@ def test_the_peak_is_that_of_the_replica_that_has_it(strategy: Any) -> None:
     ours = Replicas(strategy, LossScaleOptimizer, compiled=True, policy=Remembering(8.0))
     ours.step(1.0, -3.0)
     state = ours.optimizer._scaler.state.policy_state
-    assert [float(array(part)) for part in (state.scale, state.peak)] == [8.0, 24.0]
-    assert ours.optimizer.last_step.peak == 24.0
+    assert [float(array(part)) for part in (state.scale, state.amax)] == [8.0, 24.0]
+    assert ours.optimizer.last_step.amax == 24.0
 
 
 def test_apply_wants_the_context_of_a_replica(strategy: Any) -> None:

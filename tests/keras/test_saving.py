@@ -25,7 +25,9 @@ from preamp import (
     Tolerant,
     dialects,
 )
+from preamp.guards import SpikeGuard
 from preamp.keras import LossScaleOptimizer
+from preamp.scaling import Spike
 from tests.strategies import RULES
 
 from .driving import BACKEND, INF, WAYS, Run, Stock, array, each_backend, same
@@ -149,6 +151,38 @@ def test_the_state_is_in_the_file_once(tmp_path: Path) -> None:
     kept = [v for v in own if v.name not in unused]
     assert sizes_in_file(ours, tmp_path) == sorted([1] * len(kept) + inner)
     assert len(kept) == len(own) - len(unused)
+
+
+# What 0.2 saved of Headroom with a guard: names in files, and places in lists of values.
+SAVED_IN_0_2 = {
+    **{"dynamic_scale": 32.0, "step_counter": 2.0, "overflow_counter": 1.0},
+    **{"lost": 0.5, "peaks": 3.0, "level": -1.5, "spread": 0.25, "gap": 1.0},
+    **{"last_scale": 64.0, "last_finite": 1.0, "last_grad_norm": 8.0, "last_peak": 512.0},
+    **{"exhausted_scale": 1.0, "exhausted_overflows": 4.0},
+    **{"last_taken": 0.0, "last_loss": 0.75, "last_loss_fits": 1.0, "last_limit": 4.0},
+    **{"guard.loss.level": 2.5, "guard.loss.width": 0.25, "guard.loss.last": 3.0},
+    **{"guard.loss.averaged": 5.0, "guard.loss.steps": 8.0},
+    **{"guard.grad_norm.level": 1.5, "guard.grad_norm.width": 0.5, "guard.grad_norm.last": 2.0},
+    **{"guard.grad_norm.averaged": 6.0, "guard.grad_norm.steps": 7.0, "guard.run": 1.0, "guard.near": 2.0},
+    **{"steps": 9.0, "skipped_steps": 3.0},
+}
+
+
+@each_backend
+def test_what_0_2_saved_is_loaded_by_name() -> None:
+    model = model_of(adam(policy=Headroom(init_scale=64.0), guard=SpikeGuard(watch="grad_norm")))
+    optimizer = model.optimizer
+    optimizer.build(model.trainable_variables)
+    own = optimizer.variables[2 : 2 + len(SAVED_IN_0_2)]  # after Keras's two
+    assert [variable.name for variable in own] == list(SAVED_IN_0_2)
+    optimizer.load_own_variables({name: np.asarray(value) for name, value in SAVED_IN_0_2.items()})
+    expected = {**SAVED_IN_0_2, "exhausted_scale": 0.0, "exhausted_overflows": 0.0}
+    assert [float(array(variable)) for variable in own] == list(expected.values())
+    step = optimizer.last_step
+    assert (step.index, step.scale, step.new_scale, step.amax) == (8, 64.0, 32.0, 512.0)
+    assert (step.spike, optimizer.skipped_steps) == (Spike("grad_norm", 8.0, 4.0), 3)
+    train(model, "01")
+    assert optimizer.last_step.index == 10
 
 
 def test_a_dict_holds_what_the_inner_optimizer_learned_as_well() -> None:

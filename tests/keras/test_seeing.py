@@ -1,4 +1,4 @@
-"""The peak that policies use, on every backend."""
+"""The amax that policies use, on every backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from preamp import Dynamic, Headroom
 from preamp.keras import LossScaleOptimizer
-from tests.seeing import Remembering, peak_of, scales_after
+from tests.seeing import Remembering, amax_of, scales_after
 
 from .driving import INF, Run, array, each_backend, each_way, with_jax
 
@@ -31,7 +31,7 @@ def run_of(way: str) -> Run:
 
 def remembered(run: Run) -> list[float]:
     state = run.optimizer._scaler.state.policy_state
-    return [float(array(variable)) for variable in (state.scale, state.peak)]
+    return [float(array(variable)) for variable in (state.scale, state.amax)]
 
 
 @each_backend
@@ -43,9 +43,9 @@ def test_the_peak_is_that_of_all_scaled_gradients(way: str, entries: list[float]
     run = run_of(way)
     gradients = np.array(entries[:6]).reshape(2, 3), np.array(entries[6:]), np.zeros((0, 2))
     run.apply(*gradients)
-    peak = peak_of(gradient.astype("float32") for gradient in gradients)
-    assert remembered(run)[1:] == [peak]
-    assert run.optimizer.last_step.peak == peak
+    amax = amax_of(gradient.astype("float32") for gradient in gradients)
+    assert remembered(run)[1:] == [amax]
+    assert run.optimizer.last_step.amax == amax
 
 
 def test_a_peak_that_is_not_needed_is_no_variable() -> None:
@@ -53,7 +53,7 @@ def test_a_peak_that_is_not_needed_is_no_variable() -> None:
         Run(LossScaleOptimizer(keras.optimizers.SGD(0.25), policy=policy), np.ones(2)).optimizer
         for policy in (POLICY, Dynamic())
     )
-    assert {v.name for v in run.variables} - {v.name for v in blind.variables} == {"peak", "last_peak"}
+    assert {v.name for v in run.variables} - {v.name for v in blind.variables} == {"amax", "last_peak"}
 
 
 def test_what_keras_overwrites_with_its_gradient_is_no_gradient() -> None:

@@ -1,6 +1,6 @@
 """One policy, advanced by every framework: the same numbers as on Python floats, to the last bit.
 
-The readings of a policy that needs the peak are those that its own scales make of a drifting peak:
+The readings of a policy that needs the amax are those that its own scales make of a drifting amax:
 some are 0, and what comes with an overflow is inf, NaN or 0.
 """
 
@@ -73,13 +73,13 @@ States = list[list[float]]
 
 def read(policy: Policy[Any], scale: float, step: int) -> Reading:
     """Return what a policy reads on a step of the script, at a scale."""
-    if not policy.needs_peak:
+    if not policy.needs_amax:
         return Reading(SCRIPT[step] == "0")
     log = 20.0 * math.sin(step / 30.0) - (45.0 if 200 < step < 260 else 0.0) + random.Random(step).gauss(0, 1)
-    peak = float(np.float32(2.0**log * scale))
-    if SCRIPT[step] == "1" or peak > 65504.0:
+    amax = float(np.float32(2.0**log * scale))
+    if SCRIPT[step] == "1" or amax > 65504.0:
         return Reading(False, [math.inf, math.nan, 0.0][step % 3])
-    return Reading(True, peak if peak >= 2.0**-24 else 0.0)
+    return Reading(True, amax if amax >= 2.0**-24 else 0.0)
 
 
 def on_floats(policy: Policy[Any]) -> tuple[list[Reading], States]:

@@ -45,22 +45,22 @@ class Run:
         self.scales: list[float] = []
         self.skipped: list[bool] = []
 
-    def train(self, peaks: Sequence[float | None], gap: Draw = lambda rng: 0.0, every: int = 0) -> Run:
-        """Go on with peaks that are given as logarithms, None for a gradient that is zero.
+    def train(self, amaxes: Sequence[float | None], gap: Draw = lambda rng: 0.0, every: int = 0) -> Run:
+        """Go on with amaxes that are given as logarithms, None for a gradient that is zero.
 
         Args:
-            peaks: one for each step.
-            gap: how far, in powers of two, something else reaches above the peak.
+            amaxes: one for each step.
+            gap: how far, in powers of two, something else reaches above the amax.
             every: each how manieth step overflows whatever the scale.
         """
         rng = random.Random(1)
-        for index, logarithm in enumerate(peaks):
-            peak = 0.0 if logarithm is None else 2.0**logarithm * self.state.scale
-            overflows = peak * 2.0 ** max(gap(rng), 0.0) > self.policy.largest
+        for index, logarithm in enumerate(amaxes):
+            amax = 0.0 if logarithm is None else 2.0**logarithm * self.state.scale
+            overflows = amax * 2.0 ** max(gap(rng), 0.0) > self.policy.largest
             overflows |= every > 0 and index % every == every - 1
             self.scales.append(self.state.scale)
             self.skipped.append(overflows)
-            seen = peak if peak >= SMALLEST else 0.0
+            seen = amax if amax >= SMALLEST else 0.0
             self.state = self.policy.step(self.state, Reading(not overflows, math.nan if overflows else seen))
         return self
 
@@ -83,9 +83,9 @@ def test_quiet_where_gradients_keep_their_distribution(name: str) -> None:
 
 @pytest.mark.parametrize(("draw", "below"), [("constant", 1.0), ("narrow", 2.0), ("skewed", 2.0)])
 def test_no_lower_than_quiet_takes(draw: str, below: float) -> None:
-    peaks = drawn(STATIONARY[draw], 5_000)
-    quiet = math.log2(65504.0) - sorted(peaks)[-5]  # skips one step in 1000, at a scale that never moves
-    scales = Run(Headroom()).train(peaks).scales
+    amaxes = drawn(STATIONARY[draw], 5_000)
+    quiet = math.log2(65504.0) - sorted(amaxes)[-5]  # skips one step in 1000, at a scale that never moves
+    scales = Run(Headroom()).train(amaxes).scales
     assert quiet - below <= statistics.fmean(map(math.log2, scales[50:])) <= quiet + 0.5
 
 
@@ -108,7 +108,7 @@ def test_reaches_its_scale_within_thirty_steps(power: int, logarithm: int, seed:
 
 
 readings = st.builds(
-    lambda finite, peak: Reading(finite, peak if finite else math.nan),
+    lambda finite, amax: Reading(finite, amax if finite else math.nan),
     st.booleans(),
     st.just(0.0) | st.integers(-60, 16).map(lambda power: 2.0**power) | st.floats(0.0, 65504.0),
 )
@@ -184,9 +184,9 @@ def test_after_an_overflow_it_does_not_return_before_patience_is_over() -> None:
 
 @pytest.mark.parametrize("every", [2, 50])
 def test_overflows_at_any_scale_cost_eight_powers_and_no_more(every: int) -> None:
-    peaks = drawn(STATIONARY["narrow"], 3_000)
-    usual = statistics.median(Run(Headroom()).train(peaks).scales)
-    lowest = min(Run(Headroom()).train(peaks, every=every).scales[100:])
+    amaxes = drawn(STATIONARY["narrow"], 3_000)
+    usual = statistics.median(Run(Headroom()).train(amaxes).scales)
+    lowest = min(Run(Headroom()).train(amaxes, every=every).scales[100:])
     assert 8 <= powers_apart(usual, lowest) <= 10
 
 
@@ -208,12 +208,12 @@ def test_finds_gradients_that_jumped(jump: int) -> None:
 
 
 def test_gradients_that_are_zero_now_and_then_change_nothing() -> None:
-    peaks = drawn(STATIONARY["skewed"], 300)
+    amaxes = drawn(STATIONARY["skewed"], 300)
     rng = random.Random(0)
-    mixed = [peak for one in peaks for peak in ([None] * rng.randrange(9) + [one])]
-    at = [index for index, peak in enumerate(mixed) if peak is not None]
+    mixed = [amax for one in amaxes for amax in ([None] * rng.randrange(9) + [one])]
+    at = [index for index, amax in enumerate(mixed) if amax is not None]
     sparse = Run(Headroom(init_scale=2.0**10, margin=2)).train(mixed[at[0] :])
-    dense = Run(Headroom(init_scale=2.0**10, margin=2)).train(peaks)
+    dense = Run(Headroom(init_scale=2.0**10, margin=2)).train(amaxes)
     assert not any(dense.skipped)
     assert [sparse.scales[index - at[0]] for index in at] == dense.scales
 
@@ -253,7 +253,7 @@ def test_a_saved_field_that_may_be_negative_is_a_number_still(level: float) -> N
 @pytest.mark.parametrize("finite", [True, np.bool_(True), np.bool_(False)])
 def test_a_step_without_a_peak_is_refused(finite: Any) -> None:
     policy = Headroom()
-    with pytest.raises(PolicyError, match=r"Headroom.* the peak .*Write .*peak="):
+    with pytest.raises(PolicyError, match=r"Headroom.* the amax .*Write .*amax="):
         policy.advance(policy.start(), Reading(finite))
     policy.advance(policy.start(), Reading(finite=False))  # after an overflow it is not used
 

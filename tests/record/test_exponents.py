@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from preamp.torch.lens.exponents import CHUNK, count, read  # noqa: E402
+from preamp.torch.lens.histograms import CHUNK, count, read  # noqa: E402
 
 few = settings(deadline=None, max_examples=60)
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -155,14 +155,14 @@ def test_what_is_flushed_subnormal_and_left_above_is_what_rounding_makes_of_it(
     subnormal = sum(0.0 < x < band.normal for x in low) / len(low)
     assert histogram.flushed(band, shift) == histogram.shifted(shift).flushed(band) == flushed
     assert histogram.subnormal(band, shift) == pytest.approx(subnormal, abs=1e-12)
-    room, peak = histogram.headroom(band, shift), max(map(abs, numbers))
-    assert math.isfinite(rounded(math.ldexp(peak, shift + room), name))
-    assert not math.isfinite(rounded(math.ldexp(peak, shift + room + 1), name))
+    room, amax = histogram.headroom(band, shift), max(map(abs, numbers))
+    assert math.isfinite(rounded(math.ldexp(amax, shift + room), name))
+    assert not math.isfinite(rounded(math.ldexp(amax, shift + room + 1), name))
 
 
 def test_a_histogram_without_numbers_says_nothing() -> None:
     empty, band = ExponentHistogram(zeros=3, nonfinite=2), BANDS["float16"]
-    assert (empty.peak_exponent, empty.headroom(band), empty.flushed(band), empty.subnormal(band)) == (
+    assert (empty.amax_exponent, empty.headroom(band), empty.flushed(band), empty.subnormal(band)) == (
         None,
         None,
         0.0,

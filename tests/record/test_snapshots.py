@@ -112,22 +112,22 @@ def test_two_passes_of_one_step_stay_two_snapshots() -> None:
 
 @few
 @given(
-    peaks=st.lists(st.integers(-40, 15), min_size=1, max_size=4),
+    amaxes=st.lists(st.integers(-40, 15), min_size=1, max_size=4),
     power=st.integers(-20, 30),
     margin=st.integers(0, 6),
     low_dtype=st.sampled_from(list(BANDS)),
 )
 def test_at_the_best_scale_the_peak_keeps_its_margin_and_at_twice_that_it_does_not(
-    peaks: list[int], power: int, margin: int, low_dtype: str
+    amaxes: list[int], power: int, margin: int, low_dtype: str
 ) -> None:
-    rows = [row(str(n), "flow", peak, dtype=low_dtype) for n, peak in enumerate(peaks)]
+    rows = [row(str(n), "flow", amax, dtype=low_dtype) for n, amax in enumerate(amaxes)]
     seen = snapshot(*rows, scale=2.0**power, low_dtype=low_dtype)
     best = seen.best_scale(margin)
     assert best is not None
     assert math.log2(best).is_integer()
     rooms = [seen.fit(one, best).headroom for one in rows]
     assert min(room for room in rooms if room is not None) == margin
-    assert seen.limit == rows[peaks.index(max(peaks))]
+    assert seen.limit == rows[amaxes.index(max(amaxes))]
 
 
 def test_an_overflow_lowers_the_best_scale() -> None:

@@ -443,7 +443,7 @@ _rank = st.dictionaries(
     st.integers(0, 6),
     st.builds(Step, st.just(0), st.sampled_from([1.0, 2.0]), st.booleans(), st.booleans(),
               new_scale=st.none() | st.floats(0.0, 1e6), loss=_maybe, grad_norm=_maybe,
-              peak=_maybe, zeros=_maybe, seconds=_maybe,
+              amax=_maybe, zeros=_maybe, seconds=_maybe,
               culprits=st.lists(st.sampled_from("abc"), max_size=2, unique=True).map(tuple),
               buffers=st.lists(st.sampled_from("mv"), unique=True).map(tuple),
               restored=st.lists(st.sampled_from("mv"), unique=True).map(tuple)),
@@ -470,7 +470,7 @@ def test_files_of_ranks_are_read_as_one_run(
         those = [rank[step.index] for rank in ranks if step.index in rank]
         known = {
             name: [v for one in those if (v := getattr(one, name)) is not None]
-            for name in ("new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
+            for name in ("new_scale", "loss", "grad_norm", "amax", "zeros", "seconds")
         }
         assert step.scale == those[0].scale
         assert step.finite == all(one.finite for one in those)
@@ -479,7 +479,7 @@ def test_files_of_ranks_are_read_as_one_run(
         lost = {name for one in those for name in one.buffers if name not in one.restored}
         assert set(step.restored) == set().union(*(one.restored for one in those)) - lost
         assert step.new_scale == (known["new_scale"] or [None])[0]
-        for name in ("grad_norm", "peak", "seconds"):
+        for name in ("grad_norm", "amax", "seconds"):
             assert getattr(step, name) == max(known[name], default=None)
         for name in ("loss", "zeros"):
             assert (getattr(step, name) is None) == (not known[name])

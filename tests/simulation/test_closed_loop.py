@@ -1,6 +1,6 @@
 """Policies against gradients that overflow and vanish as the scale makes them: nobody gets stuck.
 
-An adversary draws the logarithm of the peak before scaling, step by step. The scale decides what becomes of
+An adversary draws the logarithm of the amax before scaling, step by step. The scale decides what becomes of
 it: beyond float16's largest number it overflows, below its smallest it is read as 0.
 """
 
@@ -25,17 +25,17 @@ BLIND: list[Policy[Any]] = [Dynamic(growth_interval=10, **WIDE)]
 SEEING = [
     kind(**{name: bound for name, bound in WIDE.items() if name in kind.__dataclass_fields__})
     for kind in RULES.values()
-    if kind.needs_peak
+    if kind.needs_amax
 ]
 each = pytest.mark.parametrize("policy", BLIND + SEEING, ids=lambda policy: type(policy).__name__)
 
-Logs = list[float]  # of the peak before scaling, to the base 2; -inf for a peak that is truly 0
+Logs = list[float]  # of the amax before scaling, to the base 2; -inf for an amax that is truly 0
 
 
 class Seen(NamedTuple):
-    """What became of one step: the peak as it was read, None after an overflow, and the next scale."""
+    """What became of one step: the amax as it was read, None after an overflow, and the next scale."""
 
-    peak: float | None
+    amax: float | None
     scale: float
 
 
@@ -45,12 +45,12 @@ def run(
     """Return what the adversary's steps come to. No scale of them is 0, inf or NaN."""
     state, steps = policy.start() if state is None else state, []
     for index, log in enumerate(logs):
-        peak = 2.0**log * state.scale
-        finite = peak <= LARGEST and not (is_inf and is_inf(index))
-        peak = peak if peak >= SMALLEST else 0.0
-        state = policy.step(state, Reading(finite, peak if finite else math.nan))
+        amax = 2.0**log * state.scale
+        finite = amax <= LARGEST and not (is_inf and is_inf(index))
+        amax = amax if amax >= SMALLEST else 0.0
+        state = policy.step(state, Reading(finite, amax if finite else math.nan))
         assert policy.min_scale <= state.scale <= policy.max_scale
-        steps.append(Seen(peak if finite else None, state.scale))
+        steps.append(Seen(amax if finite else None, state.scale))
     return steps
 
 
@@ -60,11 +60,11 @@ def around(level: float, spread: float, steps: int, seed: int = 0) -> Logs:
 
 
 def skipped(steps: list[Seen]) -> int:
-    return sum(step.peak is None for step in steps)
+    return sum(step.amax is None for step in steps)
 
 
 def unseen(steps: list[Seen]) -> int:
-    return sum(step.peak == 0.0 for step in steps)
+    return sum(step.amax == 0.0 for step in steps)
 
 
 readings = st.lists(st.tuples(st.booleans(), st.sampled_from([0.0, 1e-6, 1.0, 1e4, LARGEST])))
@@ -73,8 +73,8 @@ readings = st.lists(st.tuples(st.booleans(), st.sampled_from([0.0, 1e-6, 1.0, 1e
 def after(policy: Policy[Any], past: list[tuple[bool, float]]) -> Any:
     """Return the state after any readings, whether or not a scale could have made them."""
     state = policy.start()
-    for finite, peak in past:
-        state = policy.advance(state, Reading(finite, peak if finite else math.inf))
+    for finite, amax in past:
+        state = policy.advance(state, Reading(finite, amax if finite else math.inf))
     return state
 
 

@@ -57,7 +57,7 @@ drawn: st.SearchStrategy[Any] = (
 class Peeking(Policy[State]):
     """Aims two powers of two below overflow in float16, and remembers what it saw last."""
 
-    needs_peak = True
+    needs_amax = True
 
     def start(self) -> State:
         return State(1.0, 0.0, 0.0)
@@ -65,8 +65,8 @@ class Peeking(Policy[State]):
     def advance(self, state: State, reading: Reading, where: Where = choose) -> State:
         if not reading.finite:
             return State(state.scale / 2.0, 0.0, 0.0)
-        power = 14 - math.frexp(reading.peak)[1] if reading.peak else 1
-        return State(math.ldexp(state.scale, power), reading.peak, 0.0)
+        power = 14 - math.frexp(reading.amax)[1] if reading.amax else 1
+        return State(math.ldexp(state.scale, power), reading.amax, 0.0)
 
 
 def rounded(dtype: str, values: Any) -> Any:
@@ -77,12 +77,12 @@ def rounded(dtype: str, values: Any) -> Any:
 def by_hand(policy: Policy[Any], process: Process) -> list[tuple[float, bool, float | None]]:
     """Play gradients that are really rounded, until the policy gives up."""
     state, steps = policy.start(), []
-    for peak, _ in process:
-        low = rounded(process.dtype, peak * state.scale)
+    for amax, _ in process:
+        low = rounded(process.dtype, amax * state.scale)
         finite = bool(np.isfinite(low))
-        seen = peak * state.scale if low else 0.0
+        seen = amax * state.scale if low else 0.0
         steps.append((state.scale, finite, seen if finite else None))
-        reading = Reading(finite, seen) if policy.needs_peak and finite else Reading(finite)
+        reading = Reading(finite, seen) if policy.needs_amax and finite else Reading(finite)
         try:
             state = policy.step(state, reading)
         except ScaleExhausted:
@@ -96,7 +96,7 @@ def test_the_closed_loop_is_stepping_by_hand_with_numbers_that_are_really_rounde
     policy: Any, process: Any
 ) -> None:
     trace = simulate(policy, process)
-    assert [(step.scale, step.finite, step.peak) for step in trace] == by_hand(policy, process)
+    assert [(step.scale, step.finite, step.amax) for step in trace] == by_hand(policy, process)
     assert all((step.zeros is None) == step.skipped == (not step.finite) for step in trace)
     assert [step.new_scale for step in trace][:-1] == [step.scale for step in trace][1:]
     assert trace.about == {"policy": repr(policy), "process": repr(process)}
@@ -150,9 +150,9 @@ def test_the_borders_are_those_of_the_format(dtype: str) -> None:
 @given(drawn, st.integers(900, 2100))
 def test_the_best_scale_is_what_a_sweep_of_static_scales_finds(process: Any, steps: int) -> None:
     process = replace(process, steps=steps)
-    peaks = np.array([peak for peak, _ in process])
+    amaxes = np.array([amax for amax, _ in process])
     sweep = [2.0**power for power in range(-126, 128)]
-    held = [scale for scale in sweep if (peaks * scale >= process.top).sum() <= steps / 1000]
+    held = [scale for scale in sweep if (amaxes * scale >= process.top).sum() <= steps / 1000]
     assert process.best_scale == max(held, default=None)
     for scale in (process.best_scale, 2.0 * (process.best_scale or 1.0)):
         if scale and scale < 2.0**127:
@@ -172,7 +172,7 @@ def test_an_outcome_says_what_is_in_the_trace() -> None:
 
 
 def excesses(process: Any) -> Any:
-    return np.array([math.log2(peak / typical) for peak, typical in process])
+    return np.array([math.log2(amax / typical) for amax, typical in process])
 
 
 def test_the_processes_are_their_formulas() -> None:
@@ -186,8 +186,8 @@ def test_the_processes_are_their_formulas() -> None:
     assert typicals[0] == -5.0
     trend = [30.0 * step / 20_000 for step in range(20_000)]
     assert typicals == pytest.approx([-5.0 + moved for moved in trend], abs=1.0 / 32.0)
-    peaks = [math.log2(peak) + 5.0 - moved for (peak, _), moved in zip(drifting, trend, strict=True)]
-    assert peaks == pytest.approx(list(normal))
+    amaxes = [math.log2(amax) + 5.0 - moved for (amax, _), moved in zip(drifting, trend, strict=True)]
+    assert amaxes == pytest.approx(list(normal))
     spiky = excesses(Spiky(height=100.0, chance=0.01, jitter=2.0))
     assert (spiky > 50.0).mean() == pytest.approx(0.01, abs=0.1 * error)
     assert spiky[spiky > 50.0].mean() == pytest.approx(100.0, abs=2.0)
@@ -201,15 +201,15 @@ def test_the_processes_are_their_formulas() -> None:
 @given(blind | st.sampled_from([Peeking(), Headroom()]), drawn)
 def test_a_recorded_run_replayed_through_its_rule_has_the_same_scales(policy: Any, process: Any) -> None:
     first = simulate(policy, process)
-    if all(step.peak is None for step in first):
-        with pytest.raises(TraceError, match="has no peaks"):
+    if all(step.amax is None for step in first):
+        with pytest.raises(TraceError, match="has no amaxes"):
             Recorded(first, dtype=process.dtype)
         return
     again = simulate(policy, Recorded(first, dtype=process.dtype))
     assert [(s.scale, s.finite, s.new_scale) for s in again] == [
         (s.scale, s.finite, s.new_scale) for s in first
     ]
-    assert [s.peak for s in again] == [pytest.approx(s.peak) if s.peak else s.peak for s in first]
+    assert [s.amax for s in again] == [pytest.approx(s.amax) if s.amax else s.amax for s in first]
     assert again.stopped == first.stopped
 
 
@@ -217,27 +217,27 @@ def test_what_a_recorded_step_says_of_other_scales() -> None:
     top = 65520.0
     trace = Trace(
         [
-            Step(0, 4.0, True, False),  # before any peak: the next one
-            Step(1, 4.0, True, False, peak=8.0),
-            Step(2, 2.0**16, False, True, peak=math.inf),
+            Step(0, 4.0, True, False),  # before any amax: the next one
+            Step(1, 4.0, True, False, amax=8.0),
+            Step(2, 2.0**16, False, True, amax=math.inf),
             Step(3, 2.0**13, False, True),
             Step(4, 2.0**20, True, False),  # the last known would have overflowed
-            Step(5, 1.0, True, False, peak=1e9),  # gradients wider than what overflowed
+            Step(5, 1.0, True, False, amax=1e9),  # gradients wider than what overflowed
             Step(6, math.inf, False, True),
-            Step(7, 0.0, True, False, peak=2.0),
-            Step(8, 8.0, True, False, peak=0.0),
+            Step(7, 0.0, True, False, amax=2.0),
+            Step(8, 8.0, True, False, amax=0.0),
         ]
     )
     below, above = math.nextafter(top, 0.0), math.nextafter(top / 2.0**13, math.inf)
-    peaks = [peak for peak, _ in Recorded(trace)]
-    assert peaks == [2.0, 2.0, 2.0, above, below / 2.0**20, below, math.inf, below, 0.0]
+    amaxes = [amax for amax, _ in Recorded(trace)]
+    assert amaxes == [2.0, 2.0, 2.0, above, below / 2.0**20, below, math.inf, below, 0.0]
     assert [typical for _, typical in Recorded(trace)] == [2.0] * 4 + [below / 2.0**20] + [below] * 3 + [0.0]
     assert [step.finite for step in simulate(Static(4.0), Recorded(trace))] == [True] * 5 + [False] * 3 + [
         True
     ]
 
 
-@pytest.mark.parametrize("steps", [[], [Step(0, 4.0, True, False)], [Step(0, 4.0, False, True, peak=8.0)]])
+@pytest.mark.parametrize("steps", [[], [Step(0, 4.0, True, False)], [Step(0, 4.0, False, True, amax=8.0)]])
 def test_a_run_without_peaks_is_refused_with_the_line_to_write(steps: list[Step]) -> None:
     trace, policy = Trace(steps), Static()
     with pytest.raises(TraceError) as refused:

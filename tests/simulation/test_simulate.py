@@ -36,10 +36,10 @@ def test_simulating_is_stepping_by_hand(policy: Any, script: str) -> None:
 def test_readings_and_booleans_may_be_mixed(policy: Any, pairs: list[tuple[bool, float | None]]) -> None:
     plain = simulate(policy, (overflow for overflow, _ in pairs))
     mixed = simulate(
-        policy, (overflow if peak is None else Reading(not overflow, peak) for overflow, peak in pairs)
+        policy, (overflow if amax is None else Reading(not overflow, amax) for overflow, amax in pairs)
     )
-    assert [step._replace(peak=None) for step in mixed] == list(plain)
-    assert [step.peak for step in mixed] == [peak for _, peak in pairs][: len(mixed)]
+    assert [step._replace(amax=None) for step in mixed] == list(plain)
+    assert [step.amax for step in mixed] == [amax for _, amax in pairs][: len(mixed)]
     assert mixed.stopped == plain.stopped
 
 
@@ -54,7 +54,7 @@ def test_a_rule_that_sees_is_shown_what_a_reading_holds() -> None:
     readings = [Reading(True, 2.0, 0.5), Reading(False, 3.0, 1.0), Reading(True, 2.0, 0.5)]
     trace = simulate(Listed(), readings)
     assert shown == readings
-    assert [step.peak for step in trace] == [2.0, 3.0, 2.0]
+    assert [step.amax for step in trace] == [2.0, 3.0, 2.0]
 
 
 def test_a_policy_that_gives_up_ends_the_trace_with_that_step() -> None:

@@ -223,7 +223,7 @@ def test_a_checkpoint_restores_with_another_policy(kind: str, tmp_path: Path) ->
 def states(optimizer: Any) -> str:
     """Return the guard's state, NaN included, in a form that can be compared."""
     keras = getattr(optimizer, "_scaler", None)
-    leaves = optimizer._loss_scale._guard_leaves if keras is None else keras.guard_leaves
+    leaves = (optimizer._loss_scale.variables if keras is None else keras).guard_leaves
     return repr({name: np.array(one).tolist() for name, one in leaves.items()})
 
 

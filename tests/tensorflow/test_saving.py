@@ -16,9 +16,10 @@ import tensorflow as tf
 import tf_keras
 
 from preamp import Dynamic, Policy, Tolerant, dialects
+from preamp.guards import SpikeGuard
 from preamp.tensorflow import LossScaleOptimizer
 
-from .kinds import Peer, each_kind_trained, inner, numbers, of_tf_keras_trained, play
+from .kinds import Peer, each_kind_trained, inner, numbers, of_tf_keras, of_tf_keras_trained, play, wrapped
 
 LIBRARIES = {"legacy": tf_keras, "tf_keras": tf_keras, "keras": keras}
 ARGUMENTS = {"initial_scale": 64.0, "dynamic_growth_steps": 3}
@@ -120,6 +121,39 @@ def test_checkpoints_go_from_tf_keras_to_preamp_and_back(
         play(optimizer, "001", trained)
     assert numbers(again) == numbers(was) == (64.0, 0.0)
     assert variable.numpy().tolist() == other.numpy().tolist()
+
+
+@of_tf_keras
+@pytest.mark.parametrize("guard", [None, SpikeGuard(patience=5)])
+def test_what_0_2_saved_is_restored_by_name(kind: str, guard: Any, tmp_path: Path) -> None:
+    numbers_of_0_2 = {
+        **{"current_loss_scale": 32.0, "good_steps": np.int64(2), "bad": 1.0},
+        **{"last_scale": 64.0, "last_finite": np.bool_(False), "last_grad_norm": 0.0},
+        **{"exhausted_scale": 0.0, "exhausted_overflows": 0.0},
+        **{"steps": np.int64(7), "skipped_steps": np.int64(3)},
+    }
+    saved, state = tf.__internal__.tracking.AutoTrackable(), tf.__internal__.tracking.AutoTrackable()
+    saved.loss_scale = state
+    for name, value in numbers_of_0_2.items():
+        setattr(state, name, tf.Variable(value))
+    if guard is not None:
+        for name, flag in {"last_taken": False, "last_loss_fits": True}.items():
+            setattr(state, name, tf.Variable(flag))
+        state.last_loss, state.last_limit = tf.Variable(0.5), tf.Variable(4.0)
+        state.guard_0b29edbd = tf.__internal__.tracking.AutoTrackable()  # which says what is in it
+        for of in ("loss", "grad_norm"):
+            for name in ("level", "width", "last", "averaged", "steps"):
+                state.guard_0b29edbd._track_trackable(tf.Variable(1.5), f"guard.{of}.{name}")
+        for name in ("guard.run", "guard.near"):
+            state.guard_0b29edbd._track_trackable(tf.Variable(2.0), name)
+    path = tf.train.Checkpoint(optimizer=saved).save(tmp_path / "at")
+    optimizer = wrapped(kind, guard=guard)
+    tf.train.Checkpoint(optimizer=optimizer).restore(path)
+    assert (numbers(optimizer), optimizer.skipped_steps) == ((32.0, 2.0), 3)
+    step = optimizer.last_step
+    assert (step.index, step.scale, step.finite, step.new_scale) == (6, 64.0, False, 32.0)
+    play(optimizer, "0", tf.Variable([1.0, 2.0]))
+    assert (optimizer.last_step.index, numbers(optimizer)) == (7, (32.0, 3.0))
 
 
 @of_tf_keras_trained

@@ -1,4 +1,4 @@
-"""The peak that policies use."""
+"""The amax that policies use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from preamp import Dynamic, Headroom, Trace
 from preamp.doctor import diagnose
 from preamp.guards import SpikeGuard
 from preamp.tensorflow import LossScaleOptimizer
-from tests.seeing import Remembering, peak_of, scales_after
+from tests.seeing import Remembering, amax_of, scales_after
 
 from .kinds import inner
 from .test_distributed import per_replica, strategy, trainer
@@ -43,12 +43,12 @@ SCRIPT = [
 
 
 def remembered(optimizer: Any) -> list[float]:
-    """Return the scale and the peak that the policy remembers."""
+    """Return the scale and the amax that the policy remembers."""
     if isinstance(optimizer, keras.optimizers.Optimizer):
         state = optimizer._scaler.state.policy_state._asdict()
     else:
-        state = optimizer._loss_scale._policy_variables
-    return [float(tf.convert_to_tensor(state[name])) for name in ("scale", "peak")]
+        state = optimizer._loss_scale.variables.state.policy_state._asdict()
+    return [float(tf.convert_to_tensor(state[name])) for name in ("scale", "amax")]
 
 
 def stepping(optimizer: Any, variable: Any) -> Callable[[Any], None]:
@@ -71,11 +71,11 @@ def test_a_policy_sees_gradients_as_they_were_before_they_were_unscaled(kind: st
     scale, expected = SCALE, 0.0
     for values in SCRIPT:
         clean = bool(np.isfinite(values).all())
-        expected = peak_of([np.float32(values) * scale]) if clean else expected
+        expected = amax_of([np.float32(values) * scale]) if clean else expected
         scale = scale if clean else scale / 2
         take(tf.constant(values))
         assert remembered(optimizer) == [scale, pytest.approx(expected)]
-        assert optimizer.last_step.peak == (pytest.approx(expected) if clean else None)
+        assert optimizer.last_step.amax == (pytest.approx(expected) if clean else None)
 
 
 @pytest.mark.parametrize(("kind", "guard"), [("keras", None), ("tf_keras", SpikeGuard(patience=5))])
@@ -105,7 +105,7 @@ def test_replicas_are_seen_as_one(kind: str, strategy: Any) -> None:
     assert remembered(optimizer) == [4.0, *expected]
     train(per_replica(strategy, [INF, 5.0]))
     assert remembered(optimizer) == [2.0, *expected]
-    assert optimizer.last_step.peak is None
+    assert optimizer.last_step.amax is None
 
 
 @of_tf_keras

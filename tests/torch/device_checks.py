@@ -78,7 +78,7 @@ def same_steps(mine: list[Any], theirs: list[Any]) -> None:
     for one, other in zip(mine, theirs, strict=True):
         exact = ("index", "finite", "skipped", "scale", "new_scale", "culprits")
         assert [getattr(one, name) for name in exact] == [getattr(other, name) for name in exact]
-        for name in ("grad_norm", "loss", "peak"):  # a norm comes for free where nothing is read
+        for name in ("grad_norm", "loss", "amax"):  # a norm comes for free where nothing is read
             expected = getattr(other, name)
             if expected is not None:
                 assert getattr(one, name) == pytest.approx(expected, rel=1e-4)
@@ -255,4 +255,4 @@ def test_keras_reads_and_unscales_there():
         assert gradients[0].tolist() == [number / 4.0 for number in numbers]
         assert bool(told.item()) == finite
         assert not finite or norm.item() == pytest.approx(0.25 * 68.0**0.5)
-        assert arrays.peak(gradients).item() == (2.0 if finite else torch.finfo(torch.float32).max)
+        assert arrays.amax(gradients).item() == (2.0 if finite else torch.finfo(torch.float32).max)

@@ -52,7 +52,7 @@ class Training:
         closure: whether the optimizer evaluates a closure.
         compiled: whether to compile the end of an iteration, after the first.
         clip: for our `step`; PyTorch's scaler gets clipped by PyTorch's functions.
-        seeing: whether the policy uses the peak.
+        seeing: whether the policy uses the amax.
         more: for the scaler.
     """
 
@@ -116,7 +116,7 @@ class Training:
             "skipped": last.skipped if last else before == self.values(),
             "norms": last.grad_norm if last else norm,
             "culprits": last.culprits if last else (),
-            "peaks": last.peak if last else None,
+            "amaxes": last.amax if last else None,
         }
 
     def _finish(self, *closure: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ from torch.nn.modules import module as module_hooks
 
 from preamp import ExponentHistogram, Snapshot
 from preamp.torch import GradScaler, Lens
-from preamp.torch.lens.exponents import CHUNK, add, count, read
+from preamp.torch.lens.histograms import CHUNK, add, count, read
 
 __all__ = ["CHUNK", "X", "add", "count", "histogram", "hooks", "mlp", "read", "rows_of", "scalers", "seen"]
 __all__ += ["train"]

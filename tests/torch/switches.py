@@ -14,9 +14,9 @@ from preamp.arrays import torch as arrays
 from preamp.arrays import torch_compat as compat
 from preamp.arrays import torch_devices
 from preamp.arrays.torch import Gradients
-from preamp.torch.autocasting import operators, rules
+from preamp.torch.autocasting import operators, rules, unscaled
 from preamp.torch.flops import FlopCounter
-from preamp.torch.scaling import buffers, grad_scaler, unscaled
+from preamp.torch.scaling import buffers, grad_scaler, refusals, scaled
 
 __all__ = [
     "FlopCounter",
@@ -33,17 +33,17 @@ __all__ = [
 
 def reads_are_free(answer: bool) -> Any:
     """Have the host read for nothing, as from a CPU, or not, as from accelerators."""
-    return patch.object(grad_scaler, "_reads_are_free", lambda device: answer)
+    return patch.object(grad_scaler, "_sync_is_free", lambda device: answer)
 
 
 def ranks(number: int) -> Any:
     """Have a scaler find so many ranks."""
-    return patch.object(grad_scaler, "number_of_ranks", lambda: number)
+    return patch.object(refusals, "number_of_ranks", lambda: number)
 
 
 def looks_for_ruin(answer: bool) -> Any:
     """Replace what looks for running statistics that a skipped step has ruined."""
-    return patch.object(grad_scaler, "some_are_ruined", side_effect=lambda found: answer)
+    return patch.object(scaled, "some_are_ruined", side_effect=lambda found: answer)
 
 
 def largest_as_on_a_device() -> Any:

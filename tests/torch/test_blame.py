@@ -222,7 +222,7 @@ def test_an_overflow_is_worst_and_what_comes_after_it_can_still_be_judged() -> N
     assert worst.overflowed
     assert worst.guilty
     assert worst.effect == math.inf
-    assert worst.peak > worst.limit == torch.finfo(torch.float16).max
+    assert worst.amax > worst.limit == torch.finfo(torch.float16).max
     assert all(math.isfinite(row.effect) for row in found.rows[1:])
     assert math.isfinite(found.loss)
     assert not blame(loss, model=model, dtype=torch.bfloat16).guilty

@@ -265,6 +265,30 @@ def test_a_grad_scale_that_the_user_set_counts(kind, explicit, capturable):
     assert not hasattr(optimizer, "grad_scale")
 
 
+@few
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_limit_of_the_scaler_holds_in_every_step_that_is_given_none(kind, enabled):
+    def stepped(options, **limits):
+        (weight,) = weights()
+        scaler = GradScaler("cpu", init_scale=4.0, enabled=enabled, **options)
+        for _ in range(2):
+            give(scaler, weight, 3.0)
+            scaler.step(make(kind, [weight], lr=0.1), **limits)
+            scaler.update()
+        return weight.tolist()
+
+    limited = {"max_norm": 0.5}
+    assert stepped(limited) == stepped({}, **limited)
+    assert stepped(limited, max_norm=2.0) == stepped({}, max_norm=2.0)
+    assert stepped(limited, max_value=0.125) == stepped({}, **limited, max_value=0.125)
+    assert stepped(limited, max_norm=INF) == stepped({}) != stepped(limited)
+
+
+def test_a_limit_of_the_scaler_that_cannot_work_is_refused():
+    with pytest.raises(PolicyError, match=r"max_norm=-1.*Write max_norm=1.0"):
+        GradScaler("cpu", max_norm=-1)
+
+
 class Calls(TorchDispatchMode):
     """Counts ATen calls, and reads to the host except of the scale, which only a CPU reads."""
 
@@ -306,7 +330,7 @@ def test_combined_clipping_takes_a_handful_of_calls():
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
 def test_a_peak_takes_one_call_for_each_gradient(kind):
-    """A fused step that looks for the peak looks for nothing else."""
+    """A fused step that looks for the amax looks for nothing else."""
     blind, seeing = (
         counted(GradScaler("cpu", policy=policy), kind).calls
         for policy in (Static(1024.0), Remembering(1024.0))

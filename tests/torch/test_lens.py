@@ -285,7 +285,7 @@ def test_the_scale_and_the_step_are_those_of_the_loss_that_was_sampled(kind: str
         (4, 2.0**14),
     ]
     shifts = {
-        row.histogram.peak_exponent for snapshot in snapshots for row in snapshot.rows if row.what == "flow"
+        row.histogram.amax_exponent for snapshot in snapshots for row in snapshot.rows if row.what == "flow"
     }
     assert max(shifts) - min(shifts) >= 4
     for snapshot in snapshots[1:]:

@@ -66,7 +66,7 @@ def test_it_fits_80_columns(report):
 STATE = """
 import json, os, random, torch
 from preamp.torch import autocast, check, machine
-from preamp.torch.scaling.unscaled import watch
+from preamp.torch.autocasting.unscaled import watch
 from torch.optim import optimizer
 
 machine.PRODUCTS = {name: (make, sizes[:2]) for name, (make, sizes) in machine.PRODUCTS.items()}

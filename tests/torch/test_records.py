@@ -64,6 +64,22 @@ def test_unscaling_without_a_step_moves_the_scale_as_the_original_and_is_no_step
 
 
 @ways
+def test_a_skipped_step_is_told_without_the_loss_and_without_a_read_where_that_is_asked(run, way):
+    scaler, optimizer, weight = run
+    assert not scaler.has_skipped()
+    unread = way in ("device", "capturable")
+    for number, factor in enumerate((1.0, INF, 1.0), 1):
+        backward(scaler, weight, factor)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.has_skipped() == (factor == INF)
+        assert scaler.has_skipped(read=False) == (factor == INF and not unread)
+        assert int(scaler.steps) == number
+        assert isinstance(scaler.steps, torch.Tensor) == (way == "capturable")
+    assert scaler.last_step.index == 2
+
+
+@ways
 def test_an_optimizer_that_is_unscaled_alone_is_not_part_of_another_ones_step(run):
     scaler, optimizer, weight = run
     (other,) = weights()

@@ -24,14 +24,18 @@ Pair = namedtuple("Pair", "first second")
     scale=[0.0, 1e-40, INF, NAN],
     limits=[{}, {"max_norm": 1.0}, {"max_value": 1.0}],
     gradient=[0.0, 1e-45, 1.0],
+    by_hand=[False, True],
 )
-def test_a_scale_that_ruins_gradients_reaches_no_parameter(kind, scale, limits, gradient):
+def test_a_scale_that_ruins_gradients_reaches_no_parameter(kind, scale, limits, gradient, by_hand):
     (weight,) = weights()
     scaler = ours()
     give_gradient(scaler, weight, gradient)
     scaler._scale.fill_(scale)
+    optimizer = make(kind, [weight])
     try:
-        scaler.step(make(kind, [weight]), **limits)
+        if by_hand:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer, **limits)
     except PolicyError:
         assert scale != 1e-40
     assert torch.equal(weight, torch.zeros(3))

@@ -1,4 +1,4 @@
-"""The peak that policies use, in PyTorch."""
+"""The amax that policies use, in PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from preamp import PolicyError, Static
 from preamp.torch import GradScaler
-from tests.seeing import Remembering, peak_of
+from tests.seeing import Remembering, amax_of
 
 from .pairs import INF, NAN, give, make, ours, weights
 
@@ -81,9 +81,9 @@ def test_it_is_that_of_the_gradients_before_unscaling_and_clipping(
     arrays = [stored(tensor).copy() for _, tensors in steps for tensor in tensors]
     training = Training(ours(policy=Remembering(2.0**10), capturable=capturable), steps, shared=shared)
     training.step(unscale=unscale, spoil=spoil, **limits)
-    peak = peak_of(arrays)
-    assert training.scaler.policy_state.peak == peak
-    assert training.scaler.last_step.peak == peak
+    amax = amax_of(arrays)
+    assert training.scaler.policy_state.amax == amax
+    assert training.scaler.last_step.amax == amax
 
 
 @pytest.mark.parametrize("capturable", [False, True])
@@ -109,14 +109,14 @@ def test_what_overflows_after_unscaling_is_skipped_where_it_would_be(limits: Any
 def test_an_overflow_tells_nothing(kind: str, capturable: bool, bad: float) -> None:
     (weight,) = weights()
     optimizer, scaler = make(kind, [weight]), ours(policy=Remembering(2.0**10), capturable=capturable)
-    peaks = []
+    amaxes = []
     for gradient in (3.0, bad, 0.0):
         give(scaler, weight, torch.tensor([0.5, gradient, 0.0]))
         scaler.step(optimizer)
         scaler.update()
-        peaks.append(scaler.last_step.peak)
-        assert scaler.policy_state.peak == (0.5 if gradient == 0.0 else 3.0)
-    assert peaks == [3.0, None, 0.5]
+        amaxes.append(scaler.last_step.amax)
+        assert scaler.policy_state.amax == (0.5 if gradient == 0.0 else 3.0)
+    assert amaxes == [3.0, None, 0.5]
 
 
 def test_of_a_closure_the_last_evaluation_counts() -> None:
@@ -133,21 +133,21 @@ def test_of_a_closure_the_last_evaluation_counts() -> None:
     scaler.step(optimizer, closure)
     scaler.update()
     assert next(factors, None) is None
-    assert scaler.last_step.peak == scaler.policy_state.peak == 2048.0
+    assert scaler.last_step.amax == scaler.policy_state.amax == 2048.0
 
 
 @pytest.mark.usefixtures("reads_cost")
 def test_one_optimizer_may_be_read_and_another_not() -> None:
     """As on an accelerator, where a fused optimizer decides by itself."""
-    for peaks in ((3.0, 2.0), (2.0, 3.0)):
+    for amaxes in ((3.0, 2.0), (2.0, 3.0)):
         pair = weights(2, size=4)
         scaler = ours(policy=Remembering(2.0**10))
-        for kind, weight, peak in zip(("SGD", "AdamW fused"), pair, peaks, strict=True):
-            give(scaler, weight, torch.tensor([peak, 0.0, 0.0, 0.0]))
+        for kind, weight, amax in zip(("SGD", "AdamW fused"), pair, amaxes, strict=True):
+            give(scaler, weight, torch.tensor([amax, 0.0, 0.0, 0.0]))
             scaler.step(make(kind, [weight]))
         scaler.update()
-        assert scaler.policy_state.peak == 3.0
-        assert scaler.last_step.peak == 3.0
+        assert scaler.policy_state.amax == 3.0
+        assert scaler.last_step.amax == 3.0
 
 
 class ToldByOthers(GradScaler):
@@ -167,7 +167,7 @@ def test_a_policy_that_sees_nothing_of_the_gradients_says_so(capturable: bool) -
     give(scaler, weight, 1.0)
     scaler.unscale_(optimizer)
     before = scaler.policy_state
-    with pytest.raises(PolicyError, match=r"Remembering\(\) needs the peak of the gradients"):
+    with pytest.raises(PolicyError, match=r"Remembering\(\) needs the amax of the gradients"):
         scaler.update()
     assert scaler.policy_state == before
     scaler.update(8.0)  # a scale by hand is a way on
@@ -189,7 +189,7 @@ def test_an_optimizer_that_checks_for_itself_is_heard() -> None:
     with pytest.warns(FutureWarning):
         scaler.step(Old([weight]))
     scaler.update()
-    assert scaler.policy_state.peak == 3.0
+    assert scaler.policy_state.amax == 3.0
 
 
 @settings(max_examples=30)
@@ -197,15 +197,15 @@ def test_an_optimizer_that_checks_for_itself_is_heard() -> None:
     st.floats(0.0, width=32, exclude_min=True, allow_infinity=False)
     | st.integers(-149, 127).map(lambda e: 2.0**e)
 )
-def test_ranks_read_the_power_of_two_above_a_peak(peak: float) -> None:
+def test_ranks_read_the_power_of_two_above_a_peak(amax: float) -> None:
     (weight,), sums = weights(size=1), []
     scaler = GradScaler("cpu", policy=Remembering(1.0), reduce=lambda readings: sums.append(readings.clone()))
-    give(scaler, weight, peak)
+    give(scaler, weight, amax)
     scaler.step(make("SGD", [weight]))
     scaler.update()
-    digits, exponent = math.frexp(peak)
+    digits, exponent = math.frexp(amax)
     least = max(exponent - (digits == 0.5), -149)
-    assert scaler.last_step.peak == 2.0**least
+    assert scaler.last_step.amax == 2.0**least
     assert sums[0][2:].tolist() == [float(one == least) for one in range(-149, 129)]
 
 

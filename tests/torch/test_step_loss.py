@@ -181,7 +181,7 @@ def test_one_loss_is_detached_and_no_more(fused):
         run.step(1.0)
         loss = run.loss()
         if not known:
-            run.scaler._losses.add = lambda loss: None
+            run.scaler._scaled.losses.add = lambda loss: None
         with Calls() as calls:
             run.scaler.scale(loss)
         with Calls() as backward:
@@ -189,7 +189,7 @@ def test_one_loss_is_detached_and_no_more(fused):
         with Calls() as finish:
             run.finish()
         counted.append((calls.names, backward.names, finish.names))
-        vars(run.scaler._losses).pop("add", None)
+        vars(run.scaler._scaled.losses).pop("add", None)
     with Calls() as detaching:
         loss.detach()
     assert counted[1] == ([*detaching.names, *counted[0][0]], *counted[0][1:])
@@ -221,7 +221,7 @@ def test_nothing_of_the_graph_or_of_a_large_tensor_is_kept():
     large = torch.ones(1000, requires_grad=True) * 1.0
     for losses in ([run.loss()], [large[0]], [run.loss(), large[0]]):
         run.scaler.scale(losses)
-        kept = run.scaler._losses.take()
+        kept = run.scaler._scaled.losses.take()
         assert kept.tensor.untyped_storage().nbytes() < 100
         assert kept.tensor.grad_fn is None
 
@@ -231,7 +231,7 @@ def test_function_transforms_and_copies_are_left_alone():
     torch.func.grad(lambda weight: run.scaler.scale(weight.sum()))(run.weight.detach())
     run.scaler.scale(run.loss()).backward()
     twin = pickle.loads(pickle.dumps(run.scaler))
-    assert twin._losses.sum is None
+    assert twin._scaled.losses.sum is None
     run.finish()
     assert run.scaler.last_step.loss is None
 

@@ -68,7 +68,7 @@ def test_a_step_that_is_tried_again_is_told_of_as_if_it_had_not_failed(
         run.scaler.update()
         told.append(run.scaler.last_step)
         weights.append(run.weight.detach().clone())
-    assert told[1].peak == told[0].peak == 4.0 * 2.0**10
+    assert told[1].amax == told[0].amax == 4.0 * 2.0**10
     assert told[1].grad_norm == told[0].grad_norm
     assert told[1].new_scale == told[0].new_scale
     torch.testing.assert_close(weights[1], weights[0])
@@ -101,7 +101,7 @@ def test_other_gradients_are_measured_afresh(changes):
     run.try_step(fails=False, max_norm=0.1)
     run.scaler.update()
     assert run.scaler.last_step.grad_norm == pytest.approx(10.0)
-    assert run.scaler.last_step.peak == pytest.approx(8.0 * 2.0**10)
+    assert run.scaler.last_step.amax == pytest.approx(8.0 * 2.0**10)
 
 
 def test_the_largest_scale_is_undone_too():

@@ -29,14 +29,14 @@ class Unscaled(NamedTuple, Generic[A, T]):
         norm: their global L2 norm. It is inf above 3.4e38 in float32, NaN where it is not known, undefined
             after an overflow. On PyTorch, which would have to read it, it is inf where squares overflow, and
             `finite` is from before the division: `ScaledStep.take_on_host` reads both and looks again.
-        peaks: the largest magnitude of each gradient, where the norm is not between `LEAST_NORM` and
+        amaxes: the largest magnitude of each gradient, where the norm is not between `LEAST_NORM` and
             `LARGEST_NORM`; else zeros. None where that is left to whoever reads the norm.
     """
 
     gradients: list[A]
     finite: T
     norm: T
-    peaks: T | None = None
+    amaxes: T | None = None
 
 
 class Arrays(Protocol[A, T]):
@@ -61,7 +61,7 @@ class Arrays(Protocol[A, T]):
     def global_norm(self, arrays: Sequence[A], /) -> T:
         """Return the L2 norm of all entries together; inf where the squares overflow."""
 
-    def peak(self, arrays: Sequence[A], /) -> T:
+    def amax(self, arrays: Sequence[A], /) -> T:
         """Return the largest magnitude: 0 without entries, at most the largest finite float32.
 
         It is undefined, possibly NaN, where an entry is not finite.

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental import layout
 
 from preamp.arrays import LARGEST_NORM, LEAST_NORM, Unscaled
 from preamp.errors import UsageError
@@ -74,7 +75,7 @@ def unscale(arrays: Sequence[Gradient], scale: Array) -> Unscaled[Gradient, Arra
     wide = list(map(_wide, _stored(arrays)))
     unscaled = [_replaced(array, values / scale) for array, values in zip(arrays, wide, strict=True)]
     size = size_of(wide, scale, global_norm(wide))
-    return Unscaled(unscaled, size.finite, size.norm, size.peaks)
+    return Unscaled(unscaled, size.finite, size.norm, size.amaxes)
 
 
 def times(array: Gradient, factor: Array) -> Gradient:
@@ -83,9 +84,23 @@ def times(array: Gradient, factor: Array) -> Gradient:
     return _replaced(array, values * factor)
 
 
+def row_by_row(array: Gradient) -> Gradient:
+    """Return an array that lies row by row in memory, as weights do, inside a program for one CPU.
+
+    XLA for CPUs keeps a gradient of a half type in the order of the transposed product that it comes from,
+    and copies it for the norm and once more for the update. This has it written in order to begin with. With
+    several devices the array stays as it is: of one that is divided among them XLA would gather the parts.
+    Before JAX 0.7, where there was no `Format`, `Layout` was something else; there the array is copied.
+    """
+    is_alone = jax.default_backend() == "cpu" and jax.device_count() == 1
+    if not (is_alone and isinstance(array, jax.core.Tracer) and hasattr(layout, "Format")):
+        return array
+    return cast(Array, layout.with_layout_constraint(array, layout.Layout(tuple(range(array.ndim)))))
+
+
 def all_finite(arrays: Sequence[Gradient]) -> Array:
     """Return whether all entries are finite."""
-    finite = [jnp.isfinite(_peaks([array], array.dtype)) for array in arrays]
+    finite = [jnp.isfinite(_amaxes([array], array.dtype)) for array in arrays]
     return jnp.all(jnp.concatenate([jnp.ones(1, bool), *finite]))
 
 
@@ -95,15 +110,15 @@ class Size(NamedTuple):
     Attributes:
         finite: whether all entries are finite, scaled and unscaled.
         norm: the global L2 norm of the unscaled gradients, inf beyond the range of its dtype.
-        peaks: the largest unscaled magnitude of each array, of complex ones of real and imaginary parts; 0
+        amaxes: the largest unscaled magnitude of each array, of complex ones of real and imaginary parts; 0
             where a plain sum of squares has given the norm.
-        unit: about the largest scaled magnitude; 1 where squares fit.
+        unit: a number by which scaled entries can be divided before they are squared; 1 where squares fit.
         ratio: the norm of the scaled gradients / unit.
     """
 
     finite: Array
     norm: Array
-    peaks: Array
+    amaxes: Array
     unit: Array
     ratio: Array
 
@@ -124,9 +139,9 @@ def size_of(
     scale: Array,
     norm: Array,
     add: Callable[[list[Array]], Array | int] = sum,
-    maximum: Callable[[Array], Array] = lambda peaks: peaks,
+    maximum: Callable[[Array], Array] = lambda amaxes: amaxes,
 ) -> Size:
-    """Return how large gradients are. Only where their squares do not fit it takes more passes.
+    """Return how large gradients are. Only where their squares do not fit it takes one more pass.
 
     Args:
         arrays: floating or complex, still scaled.
@@ -159,20 +174,23 @@ def _size_by_largest(
     add: Callable[[list[Array]], Array | int],
     maximum: Callable[[Array], Array],
 ) -> Size:
-    """Return what `size_of` does, with entries that are divided by the largest before they are squared."""
+    """Return what `size_of` does, with entries that are divided by a unit before they are squared.
+
+    The norm whose squares did not fit says which unit: the squares of all entries that count fit then, so
+    that their sum is finite if and only if all entries are. XLA drops the amaxes where nothing uses them.
+    """
     # Without a barrier XLA folds the squares of constants, which overflow.
     stored = [lax.optimization_barrier(array) for array in _stored(arrays)]
-    scaled = maximum(_peaks(stored, norm.dtype))
-    dtypes = [np.result_type(np.float32, jnp.finfo(array.dtype).dtype) for array in stored]
-    pairs = zip(scaled, dtypes, strict=True)
-    peaks = [(peak.astype(dtype) / scale.astype(dtype)).astype(norm.dtype) for peak, dtype in pairs]
-    unscaled = jnp.stack(peaks) if peaks else scaled
-    # Between devices a maximum need not see NaN, and a sum does.
-    finite = jnp.all(jnp.isfinite(scaled) & jnp.isfinite(unscaled)) & ~jnp.isnan(norm)
-    largest, tiny = jnp.max(scaled, initial=0.0), jnp.finfo(norm.dtype).tiny
-    unit = jnp.clip(largest, tiny, 1.0 / tiny)  # XLA multiplies by the inverse, which must not be 0
-    ratio = global_norm([part.astype(norm.dtype) / unit for part in _real_parts(stored)], add)
-    return Size(finite, unit / scale.astype(norm.dtype) * ratio, unscaled, unit, ratio)
+    tiny, exact = jnp.finfo(norm.dtype).tiny, scale.astype(norm.dtype)
+    # Of squares that overflow, the sum may be inf or NaN.
+    unit = jnp.clip(jnp.where(jnp.isnan(norm), jnp.inf, norm), tiny**0.5, tiny ** (-2 / 3))
+    unit = jnp.clip(unit / exact, tiny, 1.0 / tiny)  # of unscaled entries; its inverse is not 0
+    # Two factors: entries overflow in the first product if they overflow when they are unscaled.
+    grow, shrink = 1.0 / jnp.minimum(scale, 1.0), 1.0 / (jnp.maximum(exact, 1.0) * unit)
+    parts = [(part * grow.astype(part.dtype)).astype(norm.dtype) * shrink for part in _real_parts(stored)]
+    ratio = global_norm(parts, add)
+    amaxes = maximum(_amaxes(stored, norm.dtype)) / exact
+    return Size(jnp.isfinite(ratio), unit * ratio, amaxes, unit * exact, ratio)
 
 
 def global_norm(arrays: Iterable[Gradient], add: Callable[[list[Array]], Array | int] = sum) -> Array:
@@ -187,15 +205,15 @@ def global_norm(arrays: Iterable[Gradient], add: Callable[[list[Array]], Array |
     return jnp.sqrt(add([jnp.zeros((), dtype), *[total.astype(dtype) for total in totals]]))
 
 
-def peak(arrays: Iterable[Gradient], maximum: Callable[[list[Array]], Array] | None = None) -> Array:
+def amax(arrays: Iterable[Gradient], maximum: Callable[[list[Array]], Array] | None = None) -> Array:
     """Return the largest magnitude, a float32 scalar.
 
     Args:
         arrays: of complex ones the real and the imaginary parts count.
         maximum: returns the largest of these numbers, perhaps with those of other devices.
     """
-    peaks = [_largest(part) for part in _real_parts(arrays)]
-    return maximum(peaks) if maximum else reduce(jnp.maximum, peaks, jnp.zeros((), jnp.float32))
+    amaxes = [_largest(part) for part in _real_parts(arrays)]
+    return maximum(amaxes) if maximum else reduce(jnp.maximum, amaxes, jnp.zeros((), jnp.float32))
 
 
 def read(scalars: Sequence[Array]) -> list[float]:
@@ -212,13 +230,13 @@ def read(scalars: Sequence[Array]) -> list[float]:
     return [float(value) for value in jax.device_get(list(scalars))]
 
 
-def _peaks(arrays: Iterable[Gradient], dtype: DTypeLike) -> Array:
+def _amaxes(arrays: Iterable[Gradient], dtype: DTypeLike) -> Array:
     """Return the largest magnitude of each array, in one vector."""
-    peaks = [jnp.zeros(0, dtype)]
+    amaxes = [jnp.zeros(0, dtype)]
     for array in arrays:
         parts = [jnp.max(jnp.abs(part), initial=0.0) for part in _real_parts([array])]
-        peaks.append(reduce(jnp.maximum, parts).astype(dtype)[None])
-    return jnp.concatenate(peaks)
+        amaxes.append(reduce(jnp.maximum, parts).astype(dtype)[None])
+    return jnp.concatenate(amaxes)
 
 
 def _sum_of_squares(array: Array) -> Array:

@@ -89,21 +89,21 @@ def finite_and_norm(gradients: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf
         With them the largest magnitude of each gradient that is not None, if squares do not fit; else zeros.
     """
     plain = global_norm(gradients)
-    peaks = tf.constant([0.0] * len(_values(gradients)))
+    amaxes = tf.constant([0.0] * len(_values(gradients)))
     fits = tf.logical_and(plain >= LEAST_NORM, plain <= LARGEST_NORM)
-    finite, norm, peaks = tf.cond(
-        fits, lambda: (tf.constant(True), plain, peaks), lambda: _by_largest(gradients)
+    finite, norm, amaxes = tf.cond(
+        fits, lambda: (tf.constant(True), plain, amaxes), lambda: _by_largest(gradients)
     )
-    return finite, norm, peaks
+    return finite, norm, amaxes
 
 
 def _by_largest(gradients: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Return what `finite_and_norm` does, with entries divided by the largest before they are squared."""
-    peaks = [_largest(values) for values in _values(gradients)]
+    amaxes = [_largest(values) for values in _values(gradients)]
     # XLA may multiply by the inverse, which has to be a normal number.
-    unit = tf.clip_by_value(tf.reduce_max([0.0, *peaks]), 2.0**-126, 2.0**126)
+    unit = tf.clip_by_value(tf.reduce_max([0.0, *amaxes]), 2.0**-126, 2.0**126)
     norm = unit * global_norm(divide(gradients, unit))
-    return all_finite(gradients), norm, tf.stack(peaks) if peaks else tf.zeros(0)
+    return all_finite(gradients), norm, tf.stack(amaxes) if amaxes else tf.zeros(0)
 
 
 def global_norm(gradients: Sequence[Gradient | None]) -> tf.Tensor:
@@ -112,11 +112,11 @@ def global_norm(gradients: Sequence[Gradient | None]) -> tf.Tensor:
     return tf.cast(tf.sqrt(2.0 * half), tf.float32)
 
 
-def peak(gradients: Sequence[Gradient | None]) -> tf.Tensor:
+def amax(gradients: Sequence[Gradient | None]) -> tf.Tensor:
     """Return the largest magnitude, a float32 scalar: 0 of nothing, float32's largest of larger ones.
 
     Args:
-        gradients: in a cross-replica context those of each replica; elsewhere one replica's own. The peak is
+        gradients: in a cross-replica context those of each replica; elsewhere one replica's own. The amax is
             that of all replicas.
     """
 
@@ -125,8 +125,8 @@ def peak(gradients: Sequence[Gradient | None]) -> tf.Tensor:
 
     if tf.distribute.in_cross_replica_context():
         strategy = tf.distribute.get_strategy()
-        peaks = strategy.extended.call_for_each_replica(lambda own: measured(own)[None], args=(gradients,))
-        return tf.reduce_max(strategy.gather(peaks, axis=0))
+        amaxes = strategy.extended.call_for_each_replica(lambda own: measured(own)[None], args=(gradients,))
+        return tf.reduce_max(strategy.gather(amaxes, axis=0))
     replica, largest = tf.distribute.get_replica_context(), measured(gradients)
     if replica.num_replicas_in_sync == 1:
         return largest

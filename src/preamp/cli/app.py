@@ -296,7 +296,7 @@ def simulate(
 ) -> int:
     """Simulate policies on gradients or overflows, and guards on losses.
 
-    With --process, or a trace with peaks (see docs/policies.md), each policy's own scale decides what
+    With --process, or a trace with amaxes (see docs/policies.md), each policy's own scale decides what
     overflows and what is flushed to zero. Otherwise the same steps overflow for every policy. With --guard,
     each guard gets losses and norms.
 
@@ -660,7 +660,7 @@ def _refuse_without_gradients(**flags: object) -> None:
     for name, value in flags.items():
         if value is not None:
             raise PreampError(
-                f"{_flag(name)} needs gradients. Write --process stationary, or --trace of a run with peaks."
+                f"{_flag(name)} needs gradients. Write --process stationary, or --trace of a run with amaxes."
             )
 
 

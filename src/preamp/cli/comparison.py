@@ -82,7 +82,7 @@ def recorded(path: Path, dtype: str | None) -> Played:
     try:
         return Played(Recorded(trace, dtype=low), f"recorded in {path}")
     except TraceError:
-        source = f"recorded in {path}, without peaks, so the same steps overflow at every scale"
+        source = f"recorded in {path}, without amaxes, so the same steps overflow at every scale"
         return Played([not finite for finite in trace.column("finite")], source)
 
 
@@ -200,7 +200,7 @@ def compare(rules: Mapping[str, Policy[Any]], played: Played, path: Path) -> Non
     from preamp.report import Curve, write_report
 
     steps = played.steps
-    _refuse_without_peaks(rules, steps)
+    _refuse_without_amaxes(rules, steps)
     traces = {name: simulate(rule, steps) for name, rule in rules.items()}
     rows = [_row(name, one, steps) for name, one in traces.items()]
     trends = [{"trend": sparkline(one)} for one in traces.values()]
@@ -218,12 +218,12 @@ def compare(rules: Mapping[str, Policy[Any]], played: Played, path: Path) -> Non
     print_open(path)
 
 
-def _refuse_without_peaks(rules: Mapping[str, Policy[Any]], steps: Process | list[bool]) -> None:
-    needing = [name for name, rule in rules.items() if rule.needs_peak]
+def _refuse_without_amaxes(rules: Mapping[str, Policy[Any]], steps: Process | list[bool]) -> None:
+    needing = [name for name, rule in rules.items() if rule.needs_amax]
     if needing and not isinstance(steps, Process):
         raise PreampError(
             f"{needing[0]} needs the size of the gradients, which is not known for these steps. "
-            "Write --process stationary, --policy dynamic, or --trace of a run with peaks, which "
+            "Write --process stationary, --policy dynamic, or --trace of a run with amaxes, which "
             "docs/policies.md shows how to record."
         )
 

@@ -195,7 +195,8 @@ class DynamicLossScaler(LossScalerBase):
         owner: Any = SimpleNamespace(param_groups=[group])
         gradients = gather(owner)
         finite = gradients.are_finite()
-        found = ((), ()) if finite else culprits(names(owner), gradients.parameters, gradients.peaks(), {})
+        ids = [id(parameter) for parameter in gradients.parameters]
+        found = ((), ()) if finite else culprits(names(owner), ids, gradients.amaxes(), {})
         self._culprits = found[0]
         return not finite
 

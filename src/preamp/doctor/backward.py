@@ -206,11 +206,11 @@ def _growing_backward(record: Record) -> Finding | None:
         return None
     snapshot = clean[-1]
     flows = [
-        (row.histogram.peak_exponent, row.name)
+        (row.histogram.amax_exponent, row.name)
         for row in snapshot.rows
         if row.what == "flow" and is_in_order(row)
     ]
-    known = [(peak, name) for peak, name in flows if peak is not None]
+    known = [(amax, name) for amax, name in flows if amax is not None]
     if not known:
         return None
     (start, last), (most, first) = known[0], max(known)

@@ -33,15 +33,15 @@ def bad_inputs(extent: Extent, given: SnapshotRow) -> Finding:
 
 def large_inputs(extent: Extent, given: SnapshotRow, low: str) -> Finding:
     """Return the finding that the input of the first module is far larger than in other steps."""
-    peak = given.histogram.peak_exponent or 0
+    amax = given.histogram.amax_exponent or 0
     return extent.finding(
         "bad data",
-        f"The input of {module_name(given.name)}, the first module, reaches {two_to(peak)} "
+        f"The input of {module_name(given.name)}, the first module, reaches {two_to(amax)} "
         f"{extent.words}, far more than in other steps or more than {low} can hold, and what is "
         f"computed from it overflows. No loss scale helps.{_again(extent)}",
         f"Check how large the batches are before the model: {extent.code.largest_of('x')}. Normalize them, "
         "and fix or drop such rows.",
-        powers=peak,
+        powers=amax,
     )
 
 

@@ -170,9 +170,9 @@ def _may_saturate(record: Record, snapshot: Snapshot) -> bool:
     earlier = [one for one in record.snapshots if one.index < snapshot.index and not record.is_lost(one)]
     if not outputs or not earlier:
         return True
-    peak = outputs[-1].histogram.peak_exponent
+    amax = outputs[-1].histogram.amax_exponent
     larger = grown(earlier[0], snapshot, "activation")
-    return (peak is not None and peak >= SATURATED) or (bool(larger) and max(larger) >= FEWEST)
+    return (amax is not None and amax >= SATURATED) or (bool(larger) and max(larger) >= FEWEST)
 
 
 def _in_forward(record: Record, end: Failure, source: Origin, extent: Extent) -> Finding:

@@ -36,7 +36,7 @@ from preamp.doctor.updates import loss_spike
 from preamp.policy import Moving, Policy
 from preamp.record.formatting import of_steps, power, powers
 from preamp.record.trace import Summary, Trace
-from preamp.simulation.processes import Recorded, has_peak
+from preamp.simulation.processes import Recorded, has_amax
 from preamp.simulation.simulate import simulate
 
 Rule = Callable[[Record], Finding | None]
@@ -138,14 +138,14 @@ class Diagnosis:
         )
 
     def rehearsal(self) -> str:
-        """Return what the better policy would do with the recorded peaks; "" if there are none."""
+        """Return what the better policy would do with the recorded amaxes; "" if there are none."""
         policy, trace = self.better(), self.record.trace
-        if policy is None or not any(map(has_peak, trace)):
+        if policy is None or not any(map(has_amax, trace)):
             return ""
         then = simulate(policy, Recorded(trace=trace, dtype=self.record.band.name)).summary()
         now = trace.summary()
         return (
-            "Simulated with the gradient peaks of this run, this policy skips "
+            "Simulated with the gradient amaxes of this run, this policy skips "
             f"{of_steps(then.skipped, then.steps)} instead of {now.skipped:,}, and ends at "
             f"{power(then.final_scale)} instead of {power(now.final_scale)}."
         )
@@ -154,7 +154,7 @@ class Diagnosis:
 def diagnose(trace: Trace) -> Diagnosis:
     """Return what is wrong with a run.
 
-    A trace always shows which steps were skipped. With `Step.peak` it also shows the headroom, and with
+    A trace always shows which steps were skipped. With `Step.amax` it also shows the headroom, and with
     snapshots (`preamp.torch.Lens`) what is lost, and where.
 
     Args:
@@ -252,7 +252,7 @@ def _not_measured(record: Record, overflows: int) -> Finding:
         severity="note",
         sentence="The loss was not scaled (the scale was 1), and "
         f"{of_steps(overflows, record.summary.steps)} {_skipped_words(record.summary)}. Whether small "
-        f"gradients round to zero in {name} is unknown without recorded peaks of gradients or snapshots.",
+        f"gradients round to zero in {name} is unknown without recorded amaxes of gradients or snapshots.",
         advice=f"If the model computes in {name}, use a loss scale. If not, say so: "
         f'{record.code.trace}(precision="float32").',
         numbers={"skipped": overflows, "steps": record.summary.steps},
@@ -275,7 +275,7 @@ def _too_few(skipped: int, steps: int) -> Finding:
 
 def _headroom_words(record: Record) -> str:
     if record.headroom is None:
-        return " Whether it could be higher is unknown without recorded peaks of gradients or snapshots."
+        return " Whether it could be higher is unknown without recorded amaxes of gradients or snapshots."
     if record.headroom <= 0:
         return (
             f" The largest values of late steps come within a power of two of {record.band.name}'s largest."

@@ -192,9 +192,9 @@ class Record:
         return {place: spike.value for place, spike in lost if not math.isfinite(spike.value)}
 
     @cached_property
-    def peak(self) -> Column:
+    def amax(self) -> Column:
         """The largest finite magnitude among the scaled gradients of every step."""
-        return Column(self._kept("peak"))
+        return Column(self._kept("amax"))
 
     @cached_property
     def new_scale(self) -> Column:
@@ -301,12 +301,12 @@ class Record:
     def highest_scale(self, steps: range) -> int | None:
         """Return the exponent of the highest scale at which all but a few of some steps stay finite.
 
-        For a step with a snapshot it follows from that, and for others from the peak of the parameters'
+        For a step with a snapshot it follows from that, and for others from the amax of the parameters'
         gradients, less the margin by which gradients between modules are larger in the snapshots. The scale
         of a skipped step was too high.
 
         Returns:
-            The exponent; None where the record has neither snapshots nor peaks.
+            The exponent; None where the record has neither snapshots nor amaxes.
         """
         known, has_clean = Counter[int](), False
         for place in steps:
@@ -328,14 +328,14 @@ class Record:
             return exponent_of(self.scales[place]) - 1
         if self._by_snapshot and (best := self._by_snapshot.get(self.index[place])) is not None:
             return best
-        own = self._of_peak(place)
+        own = self._of_amax(place)
         return None if own is None else own - self._higher_between
 
-    def _of_peak(self, place: int) -> int | None:
-        peak = self.peak[place]
-        if self.skipped[place] or not (peak and 0.0 < peak < math.inf):
+    def _of_amax(self, place: int) -> int | None:
+        amax = self.amax[place]
+        if self.skipped[place] or not (amax and 0.0 < amax < math.inf):
             return None
-        return exponent_of(self.scales[place]) + exponent_of(self.band.largest) - exponent_of(peak)
+        return exponent_of(self.scales[place]) + exponent_of(self.band.largest) - exponent_of(amax)
 
     @cached_property
     def _by_snapshot(self) -> dict[int, int]:
@@ -349,7 +349,7 @@ class Record:
         if not self._by_snapshot:
             return 0
         places = (place for place, index in enumerate(self.index) if index in self._by_snapshot)
-        both = [(self._of_peak(place), self._by_snapshot[self.index[place]]) for place in places]
+        both = [(self._of_amax(place), self._by_snapshot[self.index[place]]) for place in places]
         return max((a - b for a, b in both if a is not None), default=0)
 
     @cached_property

@@ -123,8 +123,8 @@ def _in_forward(
 
 def _may_overflow(snapshot: Snapshot, given: SnapshotRow) -> bool:
     """Return whether a product of two input values of a module overflows the format."""
-    peak = given.histogram.peak_exponent
-    return peak is not None and 2 * peak > exponent_of(snapshot.band.largest)
+    amax = given.histogram.amax_exponent
+    return amax is not None and 2 * amax > exponent_of(snapshot.band.largest)
 
 
 def most_common_origin(origins: Iterable[Origin]) -> Origin | None:
@@ -145,20 +145,20 @@ def _kind(one: Origin) -> tuple[Stage, str, What]:
 def given_far_larger(record: Record, snapshot: Snapshot) -> SnapshotRow | None:
     """Return the first module's input if it is far larger than before or than its format can hold."""
     row = snapshot.inputs[0] if snapshot.inputs else None
-    peak = row.histogram.peak_exponent if row is not None else None
-    if row is None or peak is None:
+    amax = row.histogram.amax_exponent if row is not None else None
+    if row is None or amax is None:
         return None
     others = [_same(one, row) for one in record.sound if one is not snapshot and one.inputs]
-    peaks = [p for other in others if other and (p := other.histogram.peak_exponent) is not None]
-    if peaks:
-        return row if peak - max(peaks) >= FAR_LARGER else None
+    amaxes = [p for other in others if other and (p := other.histogram.amax_exponent) is not None]
+    if amaxes:
+        return row if amax - max(amaxes) >= FAR_LARGER else None
     return row if row.largest is not None and row.largest > snapshot.band.largest else None
 
 
 def grown(first: Snapshot, last: Snapshot, what: str) -> list[int]:
     """Return by how many powers of two the largest value of each module grew between two snapshots."""
-    before = {row.name: row.histogram.peak_exponent for row in _all(first) if row.what == what}
-    pairs = [(r.histogram.peak_exponent, before.get(r.name)) for r in _all(last) if r.what == what]
+    before = {row.name: row.histogram.amax_exponent for row in _all(first) if row.what == what}
+    pairs = [(r.histogram.amax_exponent, before.get(r.name)) for r in _all(last) if r.what == what]
     return [now - then for now, then in pairs if now is not None and then is not None]
 
 
@@ -191,19 +191,19 @@ def _is_on_purpose(row: SnapshotRow, allowed: Mapping[tuple[str, str], SnapshotR
 
 def _what(snapshot: Snapshot, row: SnapshotRow, known: Snapshot | None) -> What:
     top = exponent_of(snapshot.band.largest)
-    peak, nonfinite = row.histogram.peak_exponent, row.histogram.nonfinite
-    if peak is not None:
+    amax, nonfinite = row.histogram.amax_exponent, row.histogram.nonfinite
+    if amax is not None:
         near = WIDE_NEAR if row.nans == 0 and row.direction == "forward" else NEAR
-        if peak >= top - near:
+        if amax >= top - near:
             return "overflow"
         if row.histogram.nonzero >= ENOUGH or (row.nans is not None and row.nans == nonfinite):
             return "NaN"
     before = _same(known, row) if known is not None else None
-    if before is not None and before.histogram.peak_exponent is not None:
+    if before is not None and before.histogram.amax_exponent is not None:
         assert known is not None
         is_scaled = row.direction == "backward"
         shift = exponent_of(snapshot.scale) - exponent_of(known.scale) if is_scaled else 0
-        if before.histogram.peak_exponent + shift >= top - NEAR:
+        if before.histogram.amax_exponent + shift >= top - NEAR:
             return "overflow"
     return "unknown"
 
@@ -219,9 +219,9 @@ def _is_steady(snapshot: Snapshot, row: SnapshotRow, known: Snapshot | None) -> 
         if one.what != "activation" or one is row:
             break
         before = _same(known, one) if known is not None else None
-        peaks = one.histogram.peak_exponent, before.histogram.peak_exponent if before else None
-        if peaks[0] is not None and peaks[1] is not None:
-            if peaks[0] - peaks[1] > NEAR:
+        amaxes = one.histogram.amax_exponent, before.histogram.amax_exponent if before else None
+        if amaxes[0] is not None and amaxes[1] is not None:
+            if amaxes[0] - amaxes[1] > NEAR:
                 return False
             compared += 1
     return compared > 0

@@ -71,8 +71,8 @@ def unknown_forward(record: Record, extent: Extent) -> Finding:
 
 def forward_nan(extent: Extent, source: Origin, row: SnapshotRow) -> Finding:
     """Return the finding that an operation in a module makes inf or NaN of finite values."""
-    peak = row.histogram.peak_exponent
-    others = "" if peak is None else f", while its other values are at most {two_to(peak + 1)}"
+    amax = row.histogram.amax_exponent
+    others = "" if amax is None else f", while its other values are at most {two_to(amax + 1)}"
     where = "before it" if source.stage == "between" else "in it"
     given = "all outputs before it" if source.stage == "between" else "its inputs"
     return extent.finding(
@@ -92,8 +92,8 @@ def close_to_overflow(record: Record) -> tuple[Snapshot, SnapshotRow] | None:
         if snapshot.first_overflow is None and not needs_no_scale(snapshot.band):
             top = exponent_of(snapshot.band.largest) - CLOSE
             for row in snapshot.rows:
-                peak = row.histogram.peak_exponent
-                if row.what == "activation" and row.dtype != "float32" and peak is not None and peak >= top:
+                amax = row.histogram.amax_exponent
+                if row.what == "activation" and row.dtype != "float32" and amax is not None and amax >= top:
                     return snapshot, row
     return None
 

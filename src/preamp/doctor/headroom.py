@@ -56,11 +56,11 @@ def _severity(zeros: float, saves: bool | None) -> Severity:
 
 def vanished(record: Record) -> Finding | None:
     """Find gradients that are all zero."""
-    zero, known = max(_zeros(record, record.peak), _zeros(record, record.grad_norm))
+    zero, known = max(_zeros(record, record.amax), _zeros(record, record.grad_norm))
     scale = record.scales[-1]
     if not known or zero < 0.9 * known or _has_no_loss(record):
         return None
-    if not _zeros(record, record.peak)[1] and (record.headroom or 0) >= FEWEST:
+    if not _zeros(record, record.amax)[1] and (record.headroom or 0) >= FEWEST:
         return None  # the snapshots show how much higher the scale could be
     if record.snapshot and any(
         row.what == "gradient" and row.histogram.nonzero for row in record.snapshot.rows
@@ -87,8 +87,8 @@ def is_cut_off(record: Record) -> bool:
 
     Even the derivatives of a mean over 2**24 outputs are representable in float16 at a scaled loss of 1.
     """
-    norms = max(record.peak.finite(), record.grad_norm.finite(), key=len)
-    if len(norms) < SHORT or any(record.peak.finite()) or any(record.grad_norm.finite()):
+    norms = max(record.amax.finite(), record.grad_norm.finite(), key=len)
+    if len(norms) < SHORT or any(record.amax.finite()) or any(record.grad_norm.finite()):
         return False
     losses = [abs(loss) * record.scales[n] for n in record.settled if (loss := record.loss[n]) is not None]
     if not losses or median(losses) < 1.0:
@@ -218,7 +218,7 @@ def _higher_words(settings: Mapping[str, Any], now: float) -> str:
         which = "all steps" if "scale" in settings else "the first steps"
         return f"Start higher, at {power(start)}: one power of two, as a margin, below what {which} allow."
     lower = "start lower and " if start is not None else ""
-    return f"The gradients shrink: {lower}let the scale grow sooner, or follow their peaks with Headroom()."
+    return f"The gradients shrink: {lower}let the scale grow sooner, or follow their amaxes with Headroom()."
 
 
 def _below_one(record: Record) -> Finding | None:

@@ -64,16 +64,16 @@ class Rise(NamedTuple):
 
     Attributes:
         base: where they began.
-        peak: where they ended.
+        amax: where they ended.
     """
 
     base: float
-    peak: float
+    amax: float
 
     @property
     def ratio(self) -> float:
         """The increase divided by the base: 9 for ten times as much."""
-        return (self.peak - self.base) / abs(self.base) if self.base else math.inf
+        return (self.amax - self.base) / abs(self.base) if self.base else math.inf
 
 
 def failure(record: Record) -> Failure | None:
@@ -126,11 +126,11 @@ def rise(values: Sequence[float]) -> Rise | None:
     if len(values) < 2:
         return None
     before = values[: -min(LATEST, len(values) - 1)]
-    peak, late = max(values[-LATEST:]), median(values[-max(len(values) // 3, 1) :])
+    amax, late = max(values[-LATEST:]), median(values[-max(len(values) // 3, 1) :])
     base = min(values[0], median(before))
-    if peak < max(before) / 2:  # a single large number before is not part of the rise
-        peak, base = late, values[0]
-    return Rise(base, peak) if peak > base else None
+    if amax < max(before) / 2:  # a single large number before is not part of the rise
+        amax, base = late, values[0]
+    return Rise(base, amax) if amax > base else None
 
 
 def lost_places(record: Record) -> Sequence[int]:

@@ -166,7 +166,7 @@ def _stays_low(record: Record) -> bool:
 
 def _too_far(record: Record) -> str:
     if record.usual_headroom is None:
-        return " (or all gradients have grown, which cannot be seen without recorded peaks)"
+        return " (or all gradients have grown, which cannot be seen without recorded amaxes)"
     return f", though most steps would allow a scale {record.usual_headroom:.0f} powers of two higher"
 
 

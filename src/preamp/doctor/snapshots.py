@@ -192,7 +192,7 @@ def bfloat16_would_do(record: Record) -> Finding | None:
     values = _gradients(snapshot).shifted(-exponent_of(snapshot.scale))
     below, headroom = values.flushed(BANDS["bfloat16"]), values.headroom(BANDS["bfloat16"]) or 0
     would = "work without a scale" if below < FEW and headroom > 0 else "not work without one"
-    least, most = two_to(values.low), two_to(values.peak_exponent or 0)
+    least, most = two_to(values.low), two_to(values.amax_exponent or 0)
     share = f"and {percent(below)} are below" if below else "and none are below"
     return Finding(
         kind="bfloat16",

@@ -81,9 +81,9 @@ def _is_sudden(record: Record, end: Failure, source: Origin | None) -> bool:
 def _divergence(record: Record, loss: Rise | None, norm: Rise | None, end: Failure | None) -> Finding:
     parts = []
     if norm is not None:
-        parts.append(f"the gradient norm rose from {number(norm.base)} to {number(norm.peak)}")
+        parts.append(f"the gradient norm rose from {number(norm.base)} to {number(norm.amax)}")
     if loss is not None:
-        parts.append(f"the loss rose from {number(loss.base)} to {number(loss.peak)}")
+        parts.append(f"the loss rose from {number(loss.base)} to {number(loss.amax)}")
     said = " and ".join(parts or ["weights and the outputs of most modules grew many times over"])
     when = f" before the run failed at step {record.index[end.start]:,}" if end else ""
     return Finding(
@@ -93,8 +93,8 @@ def _divergence(record: Record, loss: Rise | None, norm: Rise | None, end: Failu
         advice="Lower the learning rate, by a factor of 10 to begin with, warm it up, or clip the gradients "
         f"({record.code.clip}).",
         numbers={
-            **({"first_norm": norm.base, "last_norm": norm.peak} if norm else {}),
-            **({"first_loss": loss.base, "last_loss": loss.peak} if loss else {}),
+            **({"first_norm": norm.base, "last_norm": norm.amax} if norm else {}),
+            **({"first_loss": loss.base, "last_loss": loss.amax} if loss else {}),
         },
     )
 
@@ -154,12 +154,12 @@ def _unlearned(record: Record, losses: Sequence[float], late: float) -> Finding 
     """Find a loss that fell, rose far above where it began, and then stayed about where it began."""
     levels = [median(losses[place : place + LATEST]) for place in range(0, len(losses) - LATEST + 1, LATEST)]
     top = max(range(len(levels)), key=levels.__getitem__)
-    first, best, peak = levels[0], min(levels[: top + 1]), levels[top]
-    rose = Rise(best, peak).ratio >= TENFOLD and Rise(first, peak).ratio >= TWOFOLD
+    first, best, amax = levels[0], min(levels[: top + 1]), levels[top]
+    rose = Rise(best, amax).ratio >= TENFOLD and Rise(first, amax).ratio >= TWOFOLD
     is_lost = 2 * late >= first and Rise(best, late).ratio >= TWOFOLD
     if not (rose and is_lost) or updates_grew(record) is False:
         return None
-    found = _divergence(record, Rise(best, peak), None, None)
+    found = _divergence(record, Rise(best, amax), None, None)
     stays = f" It then stayed near {number(late)}: what had been learned is lost."
     return replace(found, sentence=found.sentence + stays)
 

@@ -15,7 +15,7 @@ from preamp.jax.autocasting.counting import casts
 from preamp.jax.autocasting.transform import autocast
 from preamp.jax.blaming.step import blame
 from preamp.jax.blaming.tune import tune
-from preamp.jax.exponents import exponent_histogram, flow_slot, snapshot, watch
+from preamp.jax.histograms import exponent_histogram, flow_slot, snapshot, watch
 from preamp.jax.machine import check
 from preamp.jax.sampler_mismatch import mismatch
 from preamp.jax.scaling import exporting as _exporting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from preamp.errors import UsageError
-from preamp.jax import jaxprs
 
 
 def names_of(axis_name: Hashable) -> tuple[Hashable, ...]:
@@ -83,10 +82,10 @@ def sum_over(names: Sequence[Hashable], totals: Sequence[Array]) -> Any:
     return sum(lax.psum(sum(group), over) if over else sum(group) for over, group in groups.items())
 
 
-def max_over(names: Sequence[Hashable], peaks: Sequence[Array]) -> Array:
+def max_over(names: Sequence[Hashable], amaxes: Sequence[Array]) -> Array:
     """Return the largest of some magnitudes, float32 scalars, over all devices; 0 if there are none."""
     largest = jnp.zeros((), jnp.float32)
-    for over, group in _grouped(names, peaks).items():
+    for over, group in _grouped(names, amaxes).items():
         mine = reduce(jnp.maximum, group)
         largest = jnp.maximum(largest, lax.pmax(mine, over) if over else mine)
     return largest
@@ -113,22 +112,3 @@ def mean(names: Sequence[Hashable], gradient: Array) -> Array:
     mine = tuple(name for name in names if name in varying(gradient))
     total: Array = lax.psum(gradient, mine) if mine else gradient
     return total
-
-
-def reduced(function: Callable[[Array], object], array: Array) -> tuple[Hashable, ...]:
-    """Return the axes over which a function sums or gathers an array.
-
-    The function is traced, and nothing is computed.
-    """
-    return tuple(dict.fromkeys(_reduced(jax.make_jaxpr(function)(array).jaxpr)))
-
-
-def _reduced(program: jaxprs.Jaxpr) -> Iterator[Hashable]:
-    """Yield the mapped axes over which a program sums or gathers."""
-    for equation in program.eqns:
-        if equation.primitive.name.startswith(("psum", "all_gather", "reduce_scatter")):
-            names = equation.params.get("axes", equation.params.get("axis_name", ()))
-            # For `vmap` an axis may be a number, which is an axis of the array.
-            yield from [name for name in names_of(names) if not isinstance(name, int)]
-        for inner in jaxprs.subprograms(equation):
-            yield from _reduced(jaxprs.inner(inner))

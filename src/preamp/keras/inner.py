@@ -11,8 +11,9 @@ from typing import Any
 
 import keras
 
+from preamp.checks import is_number, positive, shown, whole
 from preamp.errors import PolicyError, UsageError
-from preamp.systems.arguments import UNUSED, check_averaging, check_limits
+from preamp.keras_shared.arguments import KERAS_DEFAULTS
 
 # Bound here, because users replace Keras's class with this library's under Keras's name.
 BaseLossScaleOptimizer = keras.optimizers.LossScaleOptimizer
@@ -38,7 +39,7 @@ class Handed:
         inner = wrapper.__dict__.get("inner_optimizer")
         if inner is None:  # Keras's constructor sets defaults before there is an inner optimizer
             return
-        if self.name in UNUSED:
+        if self.name in KERAS_DEFAULTS:
             _check(inner, {self.name: value})
         setattr(inner, self.name, value)
 
@@ -89,17 +90,17 @@ def hand_over(inner: keras.Optimizer, given: dict[str, Any]) -> None:
 
     Args:
         inner: the optimizer. Its class's own defaults, such as AdamW's weight decay, are overridden.
-        given: values by name, as in `UNUSED`; defaults are not forwarded.
+        given: values by name, as in `KERAS_DEFAULTS`; defaults are not forwarded.
 
     Raises:
         PolicyError: for invalid values, and for values that contradict those of the inner optimizer. Then
             nothing is set.
         UsageError: for settings that need variables, if the optimizer has already been built without them.
     """
-    new = {name: value for name, value in given.items() if value != UNUSED[name]}
+    new = {name: value for name, value in given.items() if value != KERAS_DEFAULTS[name]}
     for name, value in new.items():
         theirs = getattr(inner, name)
-        if theirs not in (UNUSED[name], value, _default(type(inner), name)):
+        if theirs not in (KERAS_DEFAULTS[name], value, _default(type(inner), name)):
             raise PolicyError(
                 f"{name}={value!r} contradicts {type(inner).__name__}({name}={theirs!r}). "
                 f"Write {name} in one place, or the same value in both."
@@ -121,25 +122,28 @@ def _default(kind: type, name: str) -> Any:
         parameter = inspect.signature(base).parameters.get(name) if "__init__" in vars(base) else None
         if parameter is not None:
             return parameter.default
-    return UNUSED[name]
+    return KERAS_DEFAULTS[name]
 
 
 def _check(inner: keras.Optimizer, new: dict[str, Any]) -> None:
     """Check new settings together with those that the optimizer has."""
-    unused = [name for name in new if new[name] != UNUSED[name] and isinstance(inner, MULTI_OPTIMIZERS)]
+    unused = [
+        name for name in new if new[name] != KERAS_DEFAULTS[name] and isinstance(inner, MULTI_OPTIMIZERS)
+    ]
     if unused:
         raise PolicyError(
             f"{unused[0]}={new[unused[0]]!r} would have no effect: {type(inner).__name__} leaves it to the "
             f"optimizers inside. Write keras.optimizers.Adam({unused[0]}={new[unused[0]]!r}) there."
         )
-    after = {name: new.get(name, getattr(inner, name)) for name in UNUSED}
+    after = {name: new.get(name, getattr(inner, name)) for name in KERAS_DEFAULTS}
     limits = {name: after[name] for name in LIMITS if name in new or after[name]}
-    check_limits(**limits)
-    check_averaging(
-        after["ema_momentum"],
-        after["ema_overwrite_frequency"],
-        after["gradient_accumulation_steps"],
-    )
+    _check_limits(limits)
+    momentum = after["ema_momentum"]
+    if not (is_number(momentum) and 0.0 <= momentum <= 1.0):
+        raise PolicyError(f"ema_momentum={momentum!r} is not in [0, 1]. Write ema_momentum=0.99.")
+    for name, least in (("ema_overwrite_frequency", 1), ("gradient_accumulation_steps", 2)):
+        if after[name] is not None:
+            whole(name, after[name], least=least, instead=f"{name}=None")
     if not isinstance(after["use_ema"], bool):
         raise PolicyError(f"use_ema={after['use_ema']!r} is neither True nor False. Write use_ema=True.")
     late = [name for name in NEED_VARIABLES if name in new and new[name] != getattr(inner, name)]
@@ -148,3 +152,21 @@ def _check(inner: keras.Optimizer, new: dict[str, Any]) -> None:
             f"{late[0]}={new[late[0]]!r} comes too late: {inner.name!r} has already made its variables. "
             f"Write keras.optimizers.{type(inner).__name__}(..., {late[0]}={new[late[0]]!r})."
         )
+
+
+def _check_limits(limits: dict[str, float | None]) -> None:
+    """Refuse invalid limits, decays and factors, and two ways to clip at once."""
+    for name, value in limits.items():
+        if value is None:
+            continue
+        if name != "weight_decay":
+            positive(name, value, f"{name}=1.0, or None")
+        elif not (is_number(value) and value >= 0.0):
+            raise PolicyError(
+                f"weight_decay={shown(value)} is not a finite number of at least 0. "
+                "Write weight_decay=0.004, or None for no decay."
+            )
+    clips = {name: value for name, value in limits.items() if name.startswith(("clip", "global_clip"))}
+    given = [f"{name}={value!r}" for name, value in clips.items() if value is not None]
+    if len(given) > 1:
+        raise PolicyError(f"{' and '.join(given)} are both given. Write only one of them.")

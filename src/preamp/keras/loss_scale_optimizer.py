@@ -25,7 +25,6 @@ from preamp.checks import (
 )
 from preamp.errors import PolicyError, ScaleExhausted, UsageError
 from preamp.guards import RULES, Guard
-from preamp.keras.arguments import check_config, check_rule, rule
 from preamp.keras.inner import (
     BaseLossScaleOptimizer,
     Handed,
@@ -34,12 +33,14 @@ from preamp.keras.inner import (
     hand_over,
     is_hyperparameter,
 )
-from preamp.keras.scaler import APPLY_IN_JIT, Backend, NotedLosses, ScaledStep, ScalerVariables, saved_state
+from preamp.keras.rule import check_config, rule
+from preamp.keras.scaler import APPLY_IN_JIT, Backend, NotedLosses, ScaledStep, has_value, saved_state
+from preamp.keras_shared.arguments import INITIAL_SCALE, INTERVAL, KERAS_DEFAULTS, check_scale, refuse_unknown
+from preamp.keras_shared.variables import COUNTS, Number, StateVariables, checkpoint_key, warn_if_other_guard
 from preamp.policy import Dynamic, Policy, Static
 from preamp.policy.registry import from_json, to_json
-from preamp.scaling import ScalerState, Step, given_guard, raise_if_exhausted, to_step, with_rules
-from preamp.systems.arguments import INITIAL_SCALE, INTERVAL, UNUSED, as_whole, refuse_unknown
-from preamp.systems.variables import checkpoint_key, warn_if_other_guard
+from preamp.scaling import Step, given_guard, raise_if_exhausted, to_step, with_rules
+from preamp.systems.arguments import as_whole
 
 if TYPE_CHECKING:
     import jax
@@ -57,6 +58,17 @@ if TYPE_CHECKING:
 
 backend: Backend[Any, Any] = import_module(f"preamp.keras.on_{keras.backend.backend()}")
 arrays: Arrays[Any, Any] = import_module(f"preamp.arrays.{keras.backend.backend()}")
+
+# The advice for a scale outside the policy's bounds.
+REMEDY = "optimizer.dynamic_scale.assign({bound!r}) after loading"
+
+# The names of the variables of a policy's state, also in files: Keras's own where it has one.
+NAMES = {
+    "policy_state.scale": "dynamic_scale",
+    "policy_state.good": "step_counter",
+    "policy_state.bad": "overflow_counter",
+    "policy_state.age": "age_counter",
+}
 
 
 class CountError(UsageError, ValueError):
@@ -170,17 +182,28 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         guard = given_guard(guard)
         check_inner(inner_optimizer)
         made = rule(inner_optimizer, initial_scale, dynamic_growth_steps, policy, loss_scale_factor)
-        hand_over(inner_optimizer, {n: UNUSED[n] if value is None else value for n, value in given.items()})
+        hand_over(
+            inner_optimizer, {n: KERAS_DEFAULTS[n] if value is None else value for n, value in given.items()}
+        )
         inner_optimizer.loss_scale_factor = None  # the wrapper has it now; gradients are divided once
         # Not the constructor of Keras's own: it takes these arguments only to refuse them.
         super(BaseLossScaleOptimizer, self).__init__(learning_rate=0.0, name=name)
-        self._scaler = ScalerVariables(made, self._variable, guard)
+        self._scaler: StateVariables[Any, keras.Variable] = StateVariables(
+            made,
+            guard,
+            make=self._variable,
+            # On TensorFlow the value is the variable itself, which is about to be written.
+            read=lambda variable: variable.value + 0.0,
+            write=backend.write,
+            add=keras.Variable.assign_add,
+            names=NAMES,
+            remedy=REMEDY,
+        )
         policy_state = self._scaler.state.policy_state
         self.dynamic_scale, self.step_counter = policy_state.scale, policy_state.good
         self._was_scaled = False
         self._scaled_losses = ScaledLosses()
-        self._noted_losses = NotedLosses()  # for the guard
-        self._scaled_loss: Any = None  # the loss that was scaled last
+        self._noted_losses = NotedLosses()
         self._loss_of_step: tuple[Any, Any] | None = None  # a step's loss, and how many steps there were then
         self.inner_optimizer = inner_optimizer
         adopt(self, inner_optimizer)
@@ -216,7 +239,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                 f"Write LossScaleOptimizer(..., policy=Dynamic(growth_interval={value!r}))."
             )
         interval = as_whole(value)
-        check_rule(self.initial_scale, interval)
+        check_scale(self.initial_scale, interval, f"loss_scale_factor={self.initial_scale!r}")
         self._scaler.policy = replace(cast(Any, self.policy), growth_interval=interval)
 
     @property
@@ -256,18 +279,16 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     def last_step(self) -> Step | None:
         """The record of the last step, copied to the host; None before the first.
 
-        It includes the loss if its value was known when it was scaled, which it is not in a compiled program
-        or inside `jax.grad`, or if a guard uses it.
+        It includes the loss if its value was known when it was scaled, which it is not in a compiled program,
+        or if a guard uses it.
         """
-        if self._loss_of_step is None:
-            state = self._scaler.state_of(self._numbers())
-            own = _loss_of_guard(state)
-        else:
-            *numbers, loss, at = self._numbers(*self._loss_of_step)
-            state = self._scaler.state_of(numbers)
-            # A compiled step leaves the loss of an older one there.
-            own = loss if state.steps == at else _loss_of_guard(state)
-        return with_rules(to_step(state, loss=own, framework="keras"), self.policy, self.guard)
+        numbers, count = self._numbers(*(self._loss_of_step or ())), len(self._scaler.scalars)
+        state = self._scaler.state_of(numbers[:count])
+        loss = None if state.guard is None or np.isnan(state.guard.loss) else state.guard.loss
+        # A compiled step leaves the loss of an older one there.
+        if self._loss_of_step is not None and numbers[-1] == state.steps:
+            loss = numbers[count]
+        return with_rules(to_step(state, loss=loss, framework="keras"), self.policy, self.guard)
 
     def check_exhausted(self) -> None:
         """Raise if the policy gave up in a compiled step, which cannot raise, until a state is loaded.
@@ -306,7 +327,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         self._scaled_losses.check(loss, "scale_loss(loss) once; Keras's own train_step does it in fit")
         self._was_scaled = True
         scale, moves = self.dynamic_scale, not isinstance(self.policy, Static)
-        if not backend.has_value(scale) or (moves and backend.becomes_constant(scale.value)):
+        if not has_value(scale) or (moves and backend.becomes_constant(scale.value)):
             raise UsageError(
                 "scale_loss inside jit would compile the current scale in, and not see it change. Write "
                 "optimizer.stateless_scale_loss(optimizer_variables, loss), with optimizer_variables an "
@@ -360,7 +381,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         for place, gradient in enumerate(gradients):
             if gradient is not None and not keras.ops.is_tensor(gradient):
                 gradients[place] = _tensor(gradient)
-        if not backend.has_value(self.dynamic_scale):
+        if not has_value(self.dynamic_scale):
             raise UsageError(APPLY_IN_JIT)
         if not self._was_scaled:
             self._warn_never_scaled()
@@ -468,7 +489,8 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
                     f"{shown(value)} is not a value for {variable.path}, of shape {tuple(variable.shape)}. "
                     "Write set_weights([variable.numpy() for variable in other.variables])."
                 )
-        self._scaler.checked_state({v.name: float(values[id(v)]) for v in self._scaler.variables})
+        own = {v.name: keras.ops.convert_to_numpy(values[id(v)]) for v in self._scaler.variables.values()}
+        self._scaler.resumed({name: np.asarray(value, float).tolist() for name, value in own.items()})
         for variable in self.variables:
             variable.assign(values[id(variable)])
 
@@ -480,7 +502,7 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         check_store(store)
         if isinstance(store, dict):
             self.inner_optimizer.save_own_variables(store)
-        for variable in self._scaler.saved:
+        for variable in self._scaler.variables.values():
             store[variable.name] = keras.ops.convert_to_numpy(variable.value)
 
     def load_own_variables(self, store: MutableMapping[str, Any]) -> None:
@@ -493,7 +515,15 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         check_store(store)
         inner, saved = self.inner_optimizer, saved_state(store)
         if saved is not None:
-            self._scaler.load(saved)
+            try:
+                self._scaler.load(saved)
+            except PolicyError as problem:
+                self._scaler.load({})
+                warnings.warn(
+                    f"the loss scale starts again at {self.initial_scale} instead of the value in the file: "
+                    f"{problem}",
+                    stacklevel=level_of_caller("keras", "tensorflow"),
+                )
             if not self.built and saved.get("steps", 1.0):  # Keras saves no scale before `build`
                 warnings.warn(
                     f"only the loss scale is loaded: {inner.name!r} has no variables yet to load its "
@@ -611,29 +641,25 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         """Remember the loss of a step, for its record and for the guard."""
         if isinstance(loss, np.floating):
             loss = float(loss)
-        self._scaled_loss = backend.known_scalar(loss)
-        if self.guard is not None and "loss" in self.guard.uses:
-            self._noted_losses.note(backend.replica(), loss, backend.scalar(loss))
+        scalar = backend.scalar(loss)
+        # A loss that is being traced is for a guard in the same program, and must not outlive it.
+        if not backend.is_concrete(scalar) and (self.guard is None or "loss" not in self.guard.uses):
+            scalar = None
+        self._noted_losses.note(backend.replica(), loss, scalar)
 
-    def _variable(self, name: str, value: float | tuple[float, ...], dtype: str) -> Any:
-        """Create a variable of the optimizer, with the same value on all replicas.
-
-        Args:
-            name: the name of the variable.
-            value: a number, or a tuple of the entries of a vector.
-            dtype: the dtype of the variable.
-        """
+    def _variable(self, name: str, value: Number) -> keras.Variable:
+        """Create a variable of the optimizer, with the same value on all replicas."""
         return self.add_variable(
             shape=(len(value),) if isinstance(value, tuple) else (),
             initializer=lambda shape, dtype: keras.ops.convert_to_tensor(np.asarray(value), dtype),
-            dtype=dtype,
+            dtype="int" if name in COUNTS else "float32",
             aggregation="only_first_replica",
             name=name,
         )
 
     def _numbers(self, *more: Any) -> list[float]:
         """Copy the scaler's variables and further scalars to the host, all at once."""
-        return list(arrays.read([*[variable.value for variable in self._scaler.variables], *more]))
+        return list(arrays.read([*[variable.value for variable in self._scaler.scalars.values()], *more]))
 
     def _counted(self, values: Sequence[Any]) -> Sequence[Any]:
         values = _listed_values("values", values, "[variable.value for variable in optimizer.variables]")
@@ -656,31 +682,23 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
     @backend.untraced
     def _take_step(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], scale: Any) -> None:
         """Take one step. With a scale of None the gradients have already been unscaled."""
-        inner = self.inner_optimizer
-        step = ScaledStep(backend, arrays, inner, self._scaler, gradients, variables, scale)
-        if self._scaler.guard is not None:
-            step.loss, step.no_loss = self._noted_losses.take(backend.replica())
-            step.scale_loss = self._scale_loss_is
+        inner, named = self.inner_optimizer, self._scale_loss_is
+        loss, why = self._noted_losses.take(backend.replica())
+        step = ScaledStep(backend, arrays, inner, self._scaler, gradients, variables, scale, loss, why, named)
         if backend.take_traced(step):
             return
         try:
             step.take_on_host()
         except ScaleExhausted:  # a step as well; after any other error there was none
-            self._keep_loss()
+            self._keep_loss(loss)
             raise
-        self._keep_loss()
+        self._keep_loss(loss)
 
-    def _keep_loss(self) -> None:
+    def _keep_loss(self, loss: Any) -> None:
         """Keep the loss of a step, unread, with the number of steps."""
-        if self._scaled_loss is not None or self._loss_of_step is not None:
-            loss, self._scaled_loss = self._scaled_loss, None
-            # The sum is a copy of the variable.
-            self._loss_of_step = None if loss is None else (loss, self._scaler.state.steps.value + 0)
-
-
-def _loss_of_guard(state: ScalerState[Any, float]) -> float | None:
-    """Return the last loss, if a guard has used it."""
-    return None if state.guard is None or np.isnan(state.guard.loss) else state.guard.loss
+        is_known = loss is not None and backend.is_concrete(loss)
+        # The sum is a copy of the variable.
+        self._loss_of_step = (loss, self._scaler.state.steps.value + 0) if is_known else None
 
 
 def _tensor(gradient: object) -> Any:

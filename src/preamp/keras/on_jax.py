@@ -17,6 +17,8 @@ from preamp.arrays import jax as arrays
 from preamp.arrays.jax import Gradient
 from preamp.errors import UsageError
 from preamp.keras.scaler import APPLY_IN_JIT, ScaledStep
+from preamp.keras_shared.variables import Number
+from preamp.scaling import Measured
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -41,27 +43,29 @@ def take_traced(step: ScaledStep[Gradient, jax.Array]) -> bool:
     assert step.scale is not None  # only `preamp.tensorflow` divides beforehand
     if becomes_constant(step.scale) or not in_stateless_scope():
         raise UsageError(APPLY_IN_JIT)
+    step.gradients = [None if one is None else arrays.row_by_row(one) for one in step.gradients]
     mutable = _mutable(step.inner)
     before = [variable.value for variable in mutable]
 
     def take() -> list[jax.Array]:
         gradients = step.unscaled().gradients
         if step.inner_clips:
-            pairs = zip(gradients, step.divisors(peaks), strict=True)
+            pairs = zip(gradients, step.divisors(amaxes), strict=True)
             gradients = [
                 one if one is None or by is None else arrays.times(one, 1.0 / by) for one, by in pairs
             ]
         return _updated(step.inner, gradients, step.variables, before)
 
-    _, finite, norm, peaks = step.unscaled()
+    _, finite, norm, amaxes = step.unscaled()
     # A loss of another trace, or one that was computed outside, belongs to another step.
     loss = step.loss_where(_trace_of(step.loss) is _trace_of(step.scale))
-    measured = step.scaler.measured(finite, norm, step.peak(), loss)
-    judged = step.scaler.judge(measured, _where)
+    state = step.scaler.before_step()
+    measured = Measured(finite, state.policy_state.scale, norm, step.amax(), loss)
+    judged = step.scaler.judge(state, measured, _where)
     after = jax.lax.cond(finite if judged is None else judged.taken, take, lambda: before)
     for variable, value in zip(mutable, after, strict=True):
         variable.assign(value)
-    step.scaler.advance(measured, _where, judged)
+    step.scaler.advance(state, measured, judged, _where)
     return True
 
 
@@ -126,15 +130,8 @@ def unscale(
     return arrays.unscale(gradients, scale)
 
 
-def write(values: Sequence[tuple[keras.Variable, float | tuple[float, ...]]]) -> None:
-    for variable, value in values:
-        variable.assign(np.asarray(value, variable.dtype))
-
-
-def known_scalar(value: object) -> jax.Array | None:
-    if not isinstance(value, jax.Array | float) or isinstance(value, jax.core.Tracer):
-        return None
-    return jnp.asarray(value) if jnp.ndim(value) == 0 and not _is_compiled() else None
+def write(variable: keras.Variable, value: jax.Array | Number) -> None:
+    variable.assign(value if isinstance(value, jax.Array) else np.asarray(value, variable.dtype))
 
 
 def scalar(value: object) -> jax.Array | None:
@@ -155,11 +152,6 @@ def is_concrete(value: jax.Array | None) -> bool:
 
 def replica() -> int:
     return 0  # a program is for all devices
-
-
-def has_value(variable: keras.Variable) -> bool:
-    # `fit` takes the values away, and gives them to its `train_step` as arguments.
-    return in_stateless_scope() or variable._value is not None or variable._initializer is not None
 
 
 def becomes_constant(value: jax.Array) -> bool:

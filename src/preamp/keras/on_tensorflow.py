@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from preamp.arrays import Unscaled
 from preamp.arrays import tensorflow as arrays
 from preamp.arrays.tensorflow import Gradient, unconverted
 from preamp.errors import PolicyError
-from preamp.keras.scaler import ScaledStep, ScalerVariables
+from preamp.keras.scaler import ScaledStep
+from preamp.keras_shared.variables import Number, StateVariables
+from preamp.scaling import Measured
 
 untraced = unconverted
 
@@ -30,22 +33,21 @@ def take_traced(step: ScaledStep[Gradient, tf.Tensor]) -> bool:
             "apply must be called in a replica context, where the gradients are those of one replica. "
             "Write strategy.run(train_step, args=(batch,)) and call apply in train_step."
         )
-    replica = tf.distribute.get_replica_context()
+    replica, guard = tf.distribute.get_replica_context(), step.scaler.guard
     if tf.executing_eagerly() and replica.num_replicas_in_sync == 1:
         return False
-    if replica.num_replicas_in_sync > 1 and step.needs_norm:
+    if replica.num_replicas_in_sync > 1 and guard is not None and "grad_norm" in guard.uses:
         raise PolicyError(
-            f"{step.scaler.guard!r} uses the norm of the gradients, which is not known with several "
+            f"{guard!r} uses the norm of the gradients, which is not known with several "
             'replicas because Keras sums their gradients later. Write guard=SpikeGuard(watch="loss").'
         )
     loss = step.loss_where(tf.executing_eagerly() or _is_within(step.loss))
-    peak = step.peak()
-    gradients, finite, norm, peaks = step.unscaled()
-    if peaks is not None and step.inner_clips:
-        gradients = _clippable(step, gradients, peaks)
+    amax = step.amax()
+    gradients, finite, norm, amaxes = step.unscaled()
+    if amaxes is not None and step.inner_clips:
+        gradients = _clippable(step, gradients, amaxes)
     finite, loss = _agreed(replica, finite, loss)
-    found = {"finite": finite, "grad_norm": norm, "peak": peak, "loss": loss}
-    measured = {name: value for name, value in found.items() if value is not None}
+    measured = Measured(finite, None, norm, amax, loss)
     if tf.__internal__.distribute.strategy_supports_no_merge_call():
         _update_or_skip(step.scaler, measured, lambda: update(step.inner, gradients, step.variables))
     else:
@@ -55,23 +57,23 @@ def take_traced(step: ScaledStep[Gradient, tf.Tensor]) -> bool:
 
 
 def _clippable(
-    step: ScaledStep[Gradient, tf.Tensor], gradients: list[Gradient | None], peaks: tf.Tensor
+    step: ScaledStep[Gradient, tf.Tensor], gradients: list[Gradient | None], amaxes: tf.Tensor
 ) -> list[Gradient | None]:
     """Return gradients that the inner optimizer can clip."""
 
     def divided() -> list[Gradient | None]:
-        pairs = zip(gradients, step.divisors(peaks), strict=True)
+        pairs = zip(gradients, step.divisors(amaxes), strict=True)
         return [one if by is None else arrays.divide([one], by)[0] for one, by in pairs]
 
-    clippable: list[Gradient | None] = tf.cond(tf.reduce_any(peaks > 0.0), divided, lambda: gradients)
+    clippable: list[Gradient | None] = tf.cond(tf.reduce_any(amaxes > 0.0), divided, lambda: gradients)
     return clippable
 
 
 def _in_cross_replica_context(
     strategy: tf.distribute.Strategy,
     inner: keras.Optimizer,
-    scaler: ScalerVariables[Any],
-    measured: dict[str, tf.Tensor],
+    scaler: StateVariables[Any, keras.Variable],
+    measured: Measured[tf.Tensor | None],
     gradients: Sequence[Gradient | None],
     variables: Sequence[keras.Variable],
 ) -> None:
@@ -81,11 +83,11 @@ def _in_cross_replica_context(
         strategy: the strategy of the replicas.
         inner: the optimizer that updates.
         scaler: the state of the loss scale.
-        measured: the measurements, the same on each replica.
+        measured: the measurements but the scale, the same on each replica.
         gradients: the unscaled gradients of all replicas.
         variables: the variables to update.
     """
-    local = {name: strategy.experimental_local_results(value)[0] for name, value in measured.items()}
+    local = Measured(*[strategy.experimental_local_results(value)[0] for value in measured])
 
     def update() -> None:
         strategy.extended.call_for_each_replica(inner.apply, args=(gradients, variables))
@@ -94,24 +96,21 @@ def _in_cross_replica_context(
 
 
 def _update_or_skip(
-    scaler: ScalerVariables[Any], measured: dict[str, tf.Tensor], update: Callable[[], None]
+    scaler: StateVariables[Any, keras.Variable],
+    measured: Measured[tf.Tensor | None],
+    update: Callable[[], None],
 ) -> None:
-    """Advance inside each branch, where `finite` is constant, so that half of the rule drops out."""
-    read = scaler.measured(**measured)
-    judged = scaler.judge(read, _where)
+    """Update in one branch of a `cond`, and advance after it."""
+    state = scaler.before_step()
+    found = measured._replace(scale=state.policy_state.scale)
+    judged = scaler.judge(state, found, tf.where)
 
     def take() -> tf.Tensor:
         update()
-        taken = None if judged is None else judged._replace(taken=True)
-        scaler.advance(read._replace(finite=True), _where, taken)
         return tf.constant(True)
 
-    def skip() -> tf.Tensor:
-        skipped = None if judged is None else judged._replace(taken=False)
-        scaler.advance(read if skipped else read._replace(finite=False), _where, skipped)
-        return tf.constant(False)
-
-    tf.cond(read.finite if judged is None else judged.taken, take, skip)
+    tf.cond(found.finite if judged is None else judged.taken, take, lambda: tf.constant(False))
+    scaler.advance(state, found, judged, tf.where)
 
 
 def _agreed(
@@ -142,12 +141,6 @@ def _is_within(tensor: tf.Tensor) -> bool:
     return False
 
 
-def _where(condition: bool | tf.Tensor, yes: float | tf.Tensor, no: float | tf.Tensor) -> float | tf.Tensor:
-    if isinstance(condition, bool):
-        return yes if condition else no
-    return tf.where(condition, yes, no)
-
-
 def update(
     inner: keras.Optimizer, gradients: Sequence[Gradient | None], variables: Sequence[keras.Variable]
 ) -> None:
@@ -166,15 +159,14 @@ def unscale(
     replicas = tf.distribute.get_replica_context().num_replicas_in_sync
     if replicas == 1:
         return unscaled
-    assert unscaled.peaks is not None
-    fits = tf.reduce_all(tf.math.is_finite(unscaled.peaks * float(replicas)))
+    assert unscaled.amaxes is not None
+    fits = tf.reduce_all(tf.math.is_finite(unscaled.amaxes * float(replicas)))
     finite = tf.logical_and(unscaled.finite, fits)
     return Unscaled(unscaled.gradients, finite, tf.constant(math.nan))
 
 
-def write(values: Sequence[tuple[keras.Variable, float | tuple[float, ...]]]) -> None:
-    for variable, value in values:
-        variable.assign(value)
+def write(variable: keras.Variable, value: tf.Tensor | Number) -> None:
+    variable.assign(value if tf.is_tensor(value) else np.asarray(value, variable.dtype))
 
 
 def tracked(variables: Mapping[str, keras.Variable]) -> tf.__internal__.tracking.AutoTrackable:
@@ -183,12 +175,6 @@ def tracked(variables: Mapping[str, keras.Variable]) -> tf.__internal__.tracking
     for name, variable in variables.items():
         parent._track_trackable(variable, name)
     return parent
-
-
-def known_scalar(value: object) -> tf.Tensor | None:
-    if not tf.executing_eagerly() or not (tf.is_tensor(value) or isinstance(value, float)):
-        return None
-    return tf.convert_to_tensor(value) if len(getattr(value, "shape", ())) == 0 else None
 
 
 def scalar(value: object) -> tf.Tensor | None:
@@ -205,10 +191,6 @@ def is_concrete(value: tf.Tensor | None) -> bool:
 def replica() -> int:
     # Under a strategy each replica's code runs in a thread of its own.
     return threading.get_ident()
-
-
-def has_value(variable: keras.Variable) -> bool:
-    return True
 
 
 def becomes_constant(value: tf.Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from preamp.arrays import Unscaled
 from preamp.arrays import torch as arrays
 from preamp.keras.scaler import ScaledStep
+from preamp.keras_shared.variables import Number
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -69,21 +70,12 @@ def unscale(
     return arrays.unscale(gradients, scale, own)
 
 
-def write(values: Sequence[tuple[keras.Variable, float | tuple[float, ...]]]) -> None:
+def write(variable: keras.Variable, value: Tensor | Number) -> None:
     with torch.no_grad():
-        for variable, value in values:
-            if isinstance(value, tuple):
-                variable.value.copy_(torch.tensor(value))
-            else:
-                variable.value.fill_(value)
-
-
-def known_scalar(value: object) -> Tensor | None:
-    if torch.compiler.is_compiling() or not isinstance(value, Tensor | float):
-        return None
-    if isinstance(value, float):
-        return torch.tensor(value)
-    return value.detach() if value.ndim == 0 else None
+        if isinstance(value, tuple):
+            variable.value.copy_(torch.tensor(value))
+        else:
+            variable.value.fill_(value)  # nothing is copied to a device
 
 
 def scalar(value: object) -> Tensor | None:
@@ -93,15 +85,11 @@ def scalar(value: object) -> Tensor | None:
 
 
 def is_concrete(value: Tensor | None) -> bool:
-    return True
+    return not torch.compiler.is_compiling()
 
 
 def replica() -> int:
     return 0  # each process has an optimizer of its own
-
-
-def has_value(variable: keras.Variable) -> bool:
-    return True
 
 
 def becomes_constant(value: Tensor) -> bool:

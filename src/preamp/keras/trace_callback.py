@@ -175,7 +175,8 @@ class TraceCallback(keras.callbacks.Callback):
     def _values(self) -> list[Any]:
         """Return the values of the variables of the scale."""
         optimizer = self.model.optimizer
-        return _state_values(self.model, optimizer._scaler.variables, optimizer.variables, "optimizer")
+        scalars = list(optimizer._scaler.scalars.values())
+        return _state_values(self.model, scalars, optimizer.variables, "optimizer")
 
     def _warn_if_unrecorded(self, between: int, skipped: int) -> None:
         """Warn once of skipped steps after which Keras called no callback."""

@@ -41,7 +41,7 @@ class Reading(NamedTuple):
 
     Attributes:
         finite: True (or a boolean scalar) when every gradient is finite.
-        peak: the largest magnitude among the scaled gradients, 0 if all are zero; None where the policy does
+        amax: the largest magnitude among the scaled gradients, 0 if all are zero; None where the policy does
             not need it. Over ranks it is rounded up to a power of two. Undefined, possibly NaN, after an
             overflow.
         loss: the loss, not scaled, the mean over ranks; None where it is not known. Used by
@@ -51,7 +51,7 @@ class Reading(NamedTuple):
     """
 
     finite: Scalar
-    peak: Scalar = None
+    amax: Scalar = None
     loss: Scalar = None
     grad_norm: Scalar = None
 
@@ -87,11 +87,11 @@ class Policy(ABC, Generic[S]):
     docstring. Its state is a NamedTuple of floats that has the fields of `State`, perhaps among others.
 
     Attributes:
-        needs_peak: whether the rule uses `Reading.peak`. Adapters measure it only then.
+        needs_amax: whether the rule uses `Reading.amax`. Adapters measure it only then.
         signed: the fields of the state that may be negative.
     """
 
-    needs_peak: ClassVar[bool] = False
+    needs_amax: ClassVar[bool] = False
     signed: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls) -> None:
@@ -121,20 +121,20 @@ class Policy(ABC, Generic[S]):
             where: the framework's ``where(condition, yes, no)``.
         """
 
-    def peak_in(self, reading: Reading) -> Scalar:
-        """Return the peak of a reading, for a rule that needs it.
+    def amax_in(self, reading: Reading) -> Scalar:
+        """Return the amax of a reading, for a rule that needs it.
 
         It is undefined, possibly NaN, after an overflow: let it reach the state through `where` only.
 
         Raises:
             PolicyError: if it was not measured, unless a Python False says that the step overflowed.
         """
-        if reading.peak is None and reading.finite is not False:
+        if reading.amax is None and reading.finite is not False:
             raise PolicyError(
-                f"{self!r} needs the peak of the gradients, and this reading has none. "
-                "Write Reading(finite, peak=...), or use a policy that only needs overflows: Dynamic()."
+                f"{self!r} needs the amax of the gradients, and this reading has none. "
+                "Write Reading(finite, amax=...), or use a policy that only needs overflows: Dynamic()."
             )
-        return 0.0 if reading.peak is None else reading.peak
+        return 0.0 if reading.amax is None else reading.amax
 
     def exhausted(self, state: S, reading: Reading, where: Where = choose) -> Scalar:
         """Return whether the policy gives up on this step instead of advancing."""

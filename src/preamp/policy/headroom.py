@@ -14,27 +14,27 @@ from preamp.policy.logarithm import log2_near, on_grid, two_to
 
 # Distances are in powers of two.
 FIRST_SPREAD = 1.0
-OUTLIER_DISTANCE = 2.0  # a peak this far beyond twice the spread is an outlier: restart the mean
+OUTLIER_DISTANCE = 2.0  # an amax this far beyond twice the spread is an outlier: restart the mean
 MAX_GAP_FROM_ISOLATED_OVERFLOW = 8.0
 MAX_WIDENING_IN_A_ROW = 8.0  # what several overflows in a row may add to the gap
-MAX_DISTANCE = 24.0  # of gap, spread and margin: with more, the peak itself would be flushed
-FLUSHED_BELOW = 2.0**-40  # of `largest`, about float16's smallest number: a smaller peak counts as flushed
+MAX_DISTANCE = 24.0  # of gap, spread and margin: with more, the amax itself would be flushed
+FLUSHED_BELOW = 2.0**-40  # of `largest`, about float16's smallest number: a smaller amax counts as flushed
 MAX_PATIENCE = 2**20  # in steps: a float32 has to count several times as many
 
 
 class HeadroomState(NamedTuple):
-    """`State` plus statistics of the peaks. Logarithms are to the base 2, on a grid: float32 adds exactly.
+    """`State` plus statistics of the amaxes. Logarithms are to the base 2, on a grid: float32 adds exactly.
 
     Attributes:
         scale: what the next loss is multiplied by; a power of two.
         good: clean steps since the last overflow.
         bad: overflows in a row.
-        lost: clean steps in a row whose peak was flushed. It counts from 0 at the start, and from
-            below 0 after an overflow or a peak, because some gradients are truly zero.
-        peaks: how many peaks are in `level`, since it last restarted.
-        level: the running mean of the logarithm of the peak before scaling.
-        spread: how far peaks have lately reached above the level.
-        gap: how far the values that overflow are above the peaks.
+        lost: clean steps in a row whose amax was flushed. It counts from 0 at the start, and from
+            below 0 after an overflow or an amax, because some gradients are truly zero.
+        peaks: how many amaxes are in `level`, since it last restarted. Checkpoints have this name.
+        level: the running mean of the logarithm of the amax before scaling.
+        spread: how far amaxes have lately reached above the level.
+        gap: how far the values that overflow are above the amaxes.
     """
 
     scale: Scalar
@@ -51,24 +51,24 @@ class HeadroomState(NamedTuple):
 class Headroom(Policy[HeadroomState]):
     """Jump to the largest power of two at which no overflow is expected.
 
-    The rule is our own. It tracks the `level` of the peaks, a running mean of their logarithm, and their
+    The rule is our own. It tracks the `level` of the amaxes, a running mean of their logarithm, and their
     `spread`, how far they have recently reached above it:
 
     ```
     on a clean step:           scale = 2 ** (floor(log2(largest) - margin - level - spread) - gap)
     on an overflow:            scale /= 2, 4, 8, ...: one power more for each overflow in a row
-    on a peak that is flushed: scale *= 2, 4, 8, ...: likewise; the first `memory` wait, but at the start
+    on an amax that is flushed: scale *= 2, 4, 8, ...: likewise; the first `memory` wait, but at the start
     ```
 
-    The peak is measured in the parameters' gradients, but what overflows may be a gradient between layers. So
-    an overflow that the peaks do not explain widens the `gap`: the scale stays below the one that overflowed.
+    The amax is measured in the parameters' gradients, but what overflows may be a gradient between layers. So
+    an overflow that no amax explains widens the `gap`: the scale stays below the one that overflowed.
     After `patience` clean steps in a row the gap narrows by one power, after as many again by two more, and
-    so on. In the long run at most one step in `patience` is skipped, unless steps overflow at any scale. A
-    peak far above the spread, or the first after many that were flushed, restarts the level.
+    so on. In the long run at most one step in `patience` is skipped, unless steps overflow at any scale. An
+    amax far above the spread, or the first after many that were flushed, restarts the level.
 
     >>> policy = Headroom(init_scale=8)
     >>> state = policy.start()
-    >>> for reading in (Reading(True, peak=2.0), Reading(False), Reading(True, peak=2048.0)):
+    >>> for reading in (Reading(True, amax=2.0), Reading(False), Reading(True, amax=2048.0)):
     ...     state = policy.step(state, reading)
     ...     print(state.scale)
     65536.0
@@ -76,7 +76,7 @@ class Headroom(Policy[HeadroomState]):
     32768.0
     """
 
-    needs_peak: ClassVar[bool] = True
+    needs_amax: ClassVar[bool] = True
     signed: ClassVar[frozenset[str]] = frozenset({"level", "lost"})
 
     init_scale: float = setting(2.0**16, "the scale of the first step.")
@@ -89,46 +89,46 @@ class Headroom(Policy[HeadroomState]):
     )
     min_scale: float = setting(2.0**-64, "the floor.")
     max_scale: float = setting(2.0**96, "the ceiling.")
-    memory: int = setting(32, "steps whose peaks make up the level.")
+    memory: int = setting(32, "steps whose amaxes make up the level.")
     patience: int = setting(
-        1024, "steps over which the effect of high peaks and overflows wears off. A power of two."
+        1024, "steps over which the effect of high amaxes and overflows wears off. A power of two."
     )
 
     def start(self) -> HeadroomState:
         return HeadroomState(self.init_scale, 0.0, 0.0, 0.0, 0.0, 0.0, FIRST_SPREAD, 0.0)
 
     def advance(self, state: HeadroomState, reading: Reading, where: Where = choose) -> HeadroomState:
-        peak = self.peak_in(reading)
-        visible = reading.finite & (peak >= self._smallest_peak)
+        amax = self.amax_in(reading)
+        visible = reading.finite & (amax >= self._smallest_amax)
         if where is choose:  # Python numbers: only one of the two is needed
             after = (
-                self._after_peak(state, peak, where)
+                self._after_amax(state, amax, where)
                 if visible
-                else self._after_other(state, reading, peak, where)
+                else self._after_other(state, reading, amax, where)
             )
         else:
-            cases = self._after_peak(state, peak, where), self._after_other(state, reading, peak, where)
+            cases = self._after_amax(state, amax, where), self._after_other(state, reading, amax, where)
             after = HeadroomState(*[where(visible, a, b) for a, b in zip(*cases, strict=True)])
         # Not `_replace` or a slice, here and below: the compiler of PyTorch 2.6 supports neither.
         scale, *others = after
         return HeadroomState(self._clamped(two_to(scale, where), where), *others)
 
-    def _after_peak(self, state: HeadroomState, peak: Scalar, where: Where) -> HeadroomState:
-        """Return the state after a clean step with a visible peak, with log2 of the scale for `scale`."""
+    def _after_amax(self, state: HeadroomState, amax: Scalar, where: Where) -> HeadroomState:
+        """Return the state after a clean step with a visible amax, with log2 of the scale for `scale`."""
         exponent = log2_near(state.scale, where)
         good = state.good + 1.0
-        # If the scale had to search for a peak, the mean is from before the gradients shrank, and restarts.
+        # If the scale had to search for an amax, the mean is from before the gradients shrank, and restarts.
         known = where(state.lost > 0.0, 0.0, state.peaks)
-        logarithm = log2_near(peak, where) - exponent
-        peaks, level, spread = self._with_peak(known, state.level, state.spread, logarithm, where)
+        logarithm = log2_near(amax, where) - exponent
+        amaxes, level, spread = self._with_amax(known, state.level, state.spread, logarithm, where)
         aim = (self._log_limit - level - spread) // 1.0
         gap = self._gap_after(state, good, aim - exponent, where)
-        return HeadroomState(aim - gap, good, 0.0, -float(self.memory), peaks, level, spread, gap)
+        return HeadroomState(aim - gap, good, 0.0, -float(self.memory), amaxes, level, spread, gap)
 
     def _after_other(
-        self, state: HeadroomState, reading: Reading, peak: Scalar, where: Where
+        self, state: HeadroomState, reading: Reading, amax: Scalar, where: Where
     ) -> HeadroomState:
-        """Return the same after an overflow, or a clean step whose peak was flushed.
+        """Return the same after an overflow, or a clean step whose amax was flushed.
 
         Only the direction is known, so the changes get larger with each such step in a row.
         """
@@ -139,28 +139,28 @@ class Headroom(Policy[HeadroomState]):
             where(clean, higher, exponent - bad),
             where(clean, good, 0.0),
             where(clean, 0.0, bad),
-            where(clean & (peak < self._smallest_peak), lost, -float(self.memory)),
+            where(clean & (amax < self._smallest_amax), lost, -float(self.memory)),
             state.peaks,
             state.level,
             state.spread,
             state.gap,
         )
 
-    def _with_peak(
-        self, peaks: Scalar, level: Scalar, spread: Scalar, peak: Scalar, where: Where
+    def _with_amax(
+        self, amaxes: Scalar, level: Scalar, spread: Scalar, amax: Scalar, where: Where
     ) -> tuple[Scalar, Scalar, Scalar]:
-        """Return `peaks`, `level` and `spread` after one more peak, given as its logarithm before scaling."""
-        above = peak - level
-        restarts = (peaks < 1.0) | (above > spread + spread + OUTLIER_DISTANCE)
-        count = where(restarts, 1.0, peaks + 1.0)
-        level = where(restarts, peak, level + on_grid(above / _min(count, float(self.memory), where)))
-        # The spread grows at once and shrinks slowly: a peak just as high may come again.
+        """Return `peaks`, `level` and `spread` after one more amax, given as its logarithm before scaling."""
+        above = amax - level
+        restarts = (amaxes < 1.0) | (above > spread + spread + OUTLIER_DISTANCE)
+        count = where(restarts, 1.0, amaxes + 1.0)
+        level = where(restarts, amax, level + on_grid(above / _min(count, float(self.memory), where)))
+        # The spread grows at once and shrinks slowly: an amax just as high may come again.
         faded = spread - on_grid(spread / _min(count, float(self.patience), where))
         wide = _min(where(above > faded, above, faded), MAX_DISTANCE, where)
-        return count, level, where(restarts, where(peaks < 1.0, FIRST_SPREAD, spread), wide)
+        return count, level, where(restarts, where(amaxes < 1.0, FIRST_SPREAD, spread), wide)
 
     def _gap_after(self, state: HeadroomState, good: Scalar, rise: Scalar, where: Where) -> Scalar:
-        """Return the gap after a clean step, where the peaks alone would multiply the scale by 2**`rise`."""
+        """Return the gap after a clean step, where the amaxes alone would multiply the scale by 2**`rise`."""
         # Narrow it after every `patience` clean steps, each time by one power more.
         times = good / float(self.patience)
         gap = where(times == times // 1.0, state.gap - times, state.gap)
@@ -183,7 +183,7 @@ class Headroom(Policy[HeadroomState]):
         return on_grid(math.log2(self.largest) - self.margin)  # type: ignore[no-any-return]
 
     @cached_property
-    def _smallest_peak(self) -> float:
+    def _smallest_amax(self) -> float:
         return to_float32(self.largest * FLUSHED_BELOW)
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 from preamp.scaling import Spike, Step
 
 FIELDS: Final = Step._fields
-OPTIONAL: Final = ("new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
+OPTIONAL: Final = ("new_scale", "loss", "grad_norm", "amax", "zeros", "seconds")
 NAMES: Final = ("culprits", "buffers", "restored", "first_culprits")
 FINITE, SKIPPED = 1, 2
 KNOWN: Final = tuple(4 << place for place in range(len(OPTIONAL)))  # bits, set where the value is not None
@@ -52,7 +52,7 @@ class StepColumns:
             new_scale,
             loss,
             grad_norm,
-            peak,
+            amax,
             zeros,
             culprits,
             seconds,
@@ -66,7 +66,7 @@ class StepColumns:
             self.index.append(index)
         except OverflowError:  # beyond 64 bits
             self.index = [*self.index, index]
-        values = (new_scale, loss, grad_norm, peak, zeros, seconds)
+        values = (new_scale, loss, grad_norm, amax, zeros, seconds)
         for column, known, value in zip(self.optional, KNOWN, values, strict=True):
             if value is None:
                 column.append(0.0)
@@ -89,7 +89,7 @@ class StepColumns:
     def row(self, place: int) -> tuple[Any, ...]:
         """Return a row by its position, from 0."""
         flags = self.flags[place]
-        new_scale, loss, grad_norm, peak, zeros, seconds = (
+        new_scale, loss, grad_norm, amax, zeros, seconds = (
             column[place] if flags & known else None
             for column, known in zip(self.optional, KNOWN, strict=True)
         )
@@ -101,7 +101,7 @@ class StepColumns:
             new_scale,
             loss,
             grad_norm,
-            peak,
+            amax,
             zeros,
             self.culprits.get(place, ()),
             seconds,
@@ -116,7 +116,7 @@ class StepColumns:
         culprits, buffers, spike = self.culprits.get, self.buffers.get, self.spike.get
         restored, first_culprits = self.restored.get, self.first_culprits.get
         numbers = zip(self.flags, self.index, self.scale, *map(self.values, OPTIONAL), strict=False)
-        for place, (flags, index, scale, new_scale, loss, grad_norm, peak, zeros, seconds) in enumerate(
+        for place, (flags, index, scale, new_scale, loss, grad_norm, amax, zeros, seconds) in enumerate(
             numbers
         ):
             yield (
@@ -127,7 +127,7 @@ class StepColumns:
                 new_scale,
                 loss,
                 grad_norm,
-                peak,
+                amax,
                 zeros,
                 culprits(place, ()),
                 seconds,

@@ -114,7 +114,7 @@ class ExponentHistogram:
         return sum(self.counts)
 
     @property
-    def peak_exponent(self) -> int | None:
+    def amax_exponent(self) -> int | None:
         """The exponent of the largest finite value; None where all are 0 or not finite."""
         return self.low + len(self.counts) - 1 if self.counts else None
 
@@ -156,8 +156,8 @@ class ExponentHistogram:
             band: the format.
             shift: values are multiplied by 2**shift first.
         """
-        peak = self.peak_exponent
-        return None if peak is None else exponent_of(band.largest) - peak - shift
+        amax = self.amax_exponent
+        return None if amax is None else exponent_of(band.largest) - amax - shift
 
     def __add__(self, other: ExponentHistogram) -> ExponentHistogram:
         """Return the histogram of the values of both."""

@@ -225,8 +225,8 @@ class Snapshot(NamedTuple):
         beyond = self._last_exponent() + 1  # for an overflow, whose true size is unknown
         found = []
         for row in self._scaled_rows():
-            peak = beyond if row.histogram.nonfinite else row.histogram.peak_exponent
-            found += [] if peak is None else [(peak, row)]
+            amax = beyond if row.histogram.nonfinite else row.histogram.amax_exponent
+            found += [] if amax is None else [(amax, row)]
         return max(found, key=itemgetter(0), default=None)
 
     def _last_exponent(self) -> int:
@@ -382,7 +382,7 @@ def _line(row: SnapshotRow) -> str:
     label = f"    {LABELS[row.what]:<13}{_printable(row.dtype):.13}"
     low, high = (
         _magnitude(row.smallest, histogram.low, histogram),
-        _magnitude(row.largest, histogram.peak_exponent, histogram),
+        _magnitude(row.largest, histogram.amax_exponent, histogram),
     )
     return f"{label:<30}{low:>10}{high:>10}{_zeros(histogram):>8}  {_nonfinite(row)}".rstrip()
 

@@ -391,7 +391,7 @@ class Trace:
         checkpoint: later lines replace those of the steps that were lost.
 
         Several files are the ranks of one job and become one run. A step is finite if it was on every rank,
-        and skipped if it was on any; of grad_norm, peak and seconds it has the largest, of loss and zeros the
+        and skipped if it was on any; of grad_norm, amax and seconds it has the largest, of loss and zeros the
         mean. Where ranks disagree about the scale, or about what was skipped, is in `disagreements`.
 
         Args:

@@ -25,6 +25,7 @@ from preamp.scaling import Spike
 FORMAT = 1
 GIVEN: dict[str, Kind] = {"inputs": "input", "weights": "weight"}  # the optional lists of a snapshot's rows
 EXACT: dict[str, Any] = {"smallest": (int, float), "largest": (int, float), "nans": int}
+KEYS = tuple("peak" if name == "amax" else name for name in FIELDS)  # in files: "peak" since 0.1
 NUMBERS = ("scale", "new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
 SPIKE = FIELDS.index("spike")
 REQUIRED = ("index", "scale", "finite", "skipped")
@@ -56,7 +57,7 @@ def head_line(about: dict[str, Any]) -> str:
 
 def step_line(row: Row) -> str:
     """Return the line of a step, without what is None or empty."""
-    named = zip(FIELDS, row, strict=True)
+    named = zip(KEYS, row, strict=True)
     entry = {name: to_json(value) for name, value in named if value is not None and value != ()}
     if (spike := row[SPIKE]) is not None:
         entry["spike"] = {name: to_json(value) for name, value in spike._asdict().items()}
@@ -226,7 +227,7 @@ def about_of(path: str | Path, line: str) -> dict[str, Any]:
 
 def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
     """Return the row of a step's line."""
-    values = tuple(map(entry.get, FIELDS))
+    values = tuple(map(entry.get, KEYS))
     index, scale, finite, skipped, *rest = values
     if not (  # what nearly every line holds needs no further check
         type(index) is int
@@ -249,7 +250,7 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
         numbers = {name: float(entry[name]) for name in NUMBERS if name in entry}
         names = {name: tuple(entry.get(name, ())) for name in NAMES}
         spike = _spike(entry["spike"]) if "spike" in entry else None
-        row = tuple(map({**entry, **numbers, **names, "spike": spike}.get, FIELDS))
+        row = tuple(map({**entry, **numbers, **names, "spike": spike}.get, KEYS))
         problem = _impossible(row)
         if problem:
             raise TraceError(f"{path}, line {number}: {problem}.")
@@ -260,7 +261,7 @@ def row_of_entry(path: str | Path, number: int, entry: dict[str, Any]) -> Row:
 def _problem(entry: dict[str, Any]) -> str:
     """Return a message about what is wrong with a step's line, or ""."""
     missing = [name for name in REQUIRED if name not in entry]
-    unknown = [name for name in entry if name not in FIELDS]
+    unknown = [name for name in entry if name not in KEYS]
     if missing or unknown:
         return f"a step without {', '.join(missing)}" if missing else f"unknown entry {shown(unknown[0])}"
     for name, value in entry.items():

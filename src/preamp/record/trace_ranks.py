@@ -21,7 +21,7 @@ from preamp.record.trace_lines import Row
 RANK: Final = "{rank}"
 RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # torchrun, Open MPI, Slurm
 SIZE_VARIABLES: Final = {"RANK": "WORLD_SIZE", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
-# Positions in a row. Merged steps have the largest grad_norm, peak and seconds, the mean loss and zeros, and
+# Positions in a row. Merged steps have the largest grad_norm, amax and seconds, the mean loss and zeros, and
 # all names of culprits and buffers; a buffer is restored if it is on every rank that names it.
 LARGEST: Final = 6, 7, 10
 MEANS: Final = 5, 8

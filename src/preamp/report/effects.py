@@ -7,7 +7,7 @@ import math
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from preamp.autocasting.blame import Blame, BlameRow
+from preamp.blaming.blame import Blame, BlameRow
 from preamp.report.drawing import in_style, to_svg
 
 MOST_ROWS = 24

@@ -5,9 +5,9 @@ largest magnitude is
 
     level + trend(t) + excess
 
-where the typical peak is 2**(level + trend(t)) and the excess is random and independent from step to step.
-Below the typical peak the entries are log-normal: log2 of their magnitude is normal around a middle `depth`
-powers of two down, with a standard deviation of `spread`, and cut off at the typical peak.
+where the typical amax is 2**(level + trend(t)) and the excess is random and independent from step to step.
+Below the typical amax the entries are log-normal: log2 of their magnitude is normal around a middle `depth`
+powers of two down, with a standard deviation of `spread`, and cut off at the typical amax.
 
 `Losses` are something else, a run's losses and gradient norms with spikes at known steps, to try guards on:
 
@@ -53,7 +53,7 @@ __all__ = [
     "SpikeRuns",
     "Spiky",
     "Stationary",
-    "has_peak",
+    "has_amax",
     "longest_skipped_run",
 ]
 
@@ -61,7 +61,7 @@ STEPS_A_SKIP = 1000  # the best scale may skip one step in so many
 LEAST, MOST = -126, 127  # exponents that a scale can have
 FARTHEST = 500.0  # powers of two from 1; products of two such numbers and a scale fit in float64
 HIGHEST = 1000.0
-GRID = 1.0 / 16.0  # of log2 of the typical peak, so that the flushed share is computed once for many steps
+GRID = 1.0 / 16.0  # of log2 of the typical amax, so that the flushed share is computed once for many steps
 _NORMAL = NormalDist()
 LOSS_HEIGHT, NORM_HEIGHT = (1.3, 5.0), (4.0, 40.0)
 UNDISTURBED = 24  # the first steps have no spikes: no rule can tell what is usual then
@@ -71,11 +71,11 @@ class Gradients(NamedTuple):
     """The gradients of one step, as they would be without a loss scale.
 
     Attributes:
-        peak: the largest magnitude on any rank; inf where they overflow at every scale.
-        typical: the peak of a usual step on a usual rank.
+        amax: the largest magnitude on any rank; inf where they overflow at every scale.
+        typical: the amax of a usual step on a usual rank.
     """
 
-    peak: float
+    amax: float
     typical: float
 
 
@@ -108,8 +108,8 @@ class Process(ABC):
 
     Args:
         dtype: the format that overflows and flushes: a name in `preamp.record.exponents.BANDS`.
-        depth: how many powers of two the middle of the entries is below the typical peak.
-        spread: standard deviation of log2 of the entries' magnitudes, before they are cut off at the peak.
+        depth: how many powers of two the middle of the entries is below the typical amax.
+        spread: standard deviation of log2 of the entries' magnitudes, before they are cut off at the amax.
 
     With the defaults of `depth` and `spread`, float16 loses about 0.03 percent at the best scale, and 2
     percent at a scale 4096 times lower: the order of what a small network on handwritten digits loses.
@@ -153,7 +153,7 @@ class Process(ABC):
         return self.band.smallest / 2.0
 
     def flushed(self, typical: float) -> float:
-        """Return the share of entries that are rounded to 0, given the scaled typical peak."""
+        """Return the share of entries that are rounded to 0, given the scaled typical amax."""
         if typical <= self.bottom:
             return 1.0
         below = math.log2(self.bottom / typical) + self.depth
@@ -166,11 +166,11 @@ class Process(ABC):
         None if there is none between 2**-126 and 2**127.
         """
         allowed = len(self._drawn) // STEPS_A_SKIP
-        peaks = heapq.nlargest(allowed + 1, (gradients.peak for gradients in self))
-        if not peaks:
+        amaxes = heapq.nlargest(allowed + 1, (gradients.amax for gradients in self))
+        if not amaxes:
             return None
         power = MOST
-        while power >= LEAST and peaks[-1] * 2.0**power >= self.top:
+        while power >= LEAST and amaxes[-1] * 2.0**power >= self.top:
             power -= 1
         return 2.0**power if power >= LEAST else None
 
@@ -201,7 +201,7 @@ class Drawn(Process):
     Args:
         steps: how many steps there are.
         seed: of the random numbers.
-        level: log2 of the typical peak at the first step.
+        level: log2 of the typical amax at the first step.
         ranks: how many ranks draw an excess of their own in every step; the largest counts.
 
     The other arguments are those of `Process`.
@@ -227,12 +227,12 @@ class Drawn(Process):
             yield Gradients(2.0 ** min(power + self.excess(rng), HIGHEST), typical)
 
     def trend(self, step: int) -> float:
-        """Return how many powers of two the typical peak has moved."""
+        """Return how many powers of two the typical amax has moved."""
         return 0.0
 
     @abstractmethod
     def excess(self, rng: Random) -> float:
-        """Return how many powers of two the largest peak of all ranks is above the typical one."""
+        """Return how many powers of two the largest amax of all ranks is above the typical one."""
 
     def rarity(self, rng: Random) -> float:
         """Draw the chance with which one rank exceeds the largest excess of all ranks in a step.
@@ -244,12 +244,12 @@ class Drawn(Process):
 
 @dataclass(frozen=True, kw_only=True)
 class Stationary(Drawn):
-    """The excess is normal: peaks are log-normal around a constant level.
+    """The excess is normal: amaxes are log-normal around a constant level.
 
     excess = jitter * N(0, 1); trend = 0.
 
     Args:
-        jitter: standard deviation of log2 of the peaks.
+        jitter: standard deviation of log2 of the amaxes.
 
     The other arguments are those of `Drawn`.
 
@@ -270,7 +270,7 @@ class Stationary(Drawn):
 
 @dataclass(frozen=True, kw_only=True)
 class Drifting(Stationary):
-    """The typical peak moves by the same number of powers of two in every step.
+    """The typical amax moves by the same number of powers of two in every step.
 
     excess = jitter * N(0, 1); trend = drift * t / steps.
 
@@ -292,12 +292,12 @@ class Drifting(Stationary):
 
 @dataclass(frozen=True, kw_only=True)
 class Spiky(Stationary):
-    """Now and then a step's peak is much larger, as after a bad batch.
+    """Now and then a step's amax is much larger, as after a bad batch.
 
     excess = jitter * N(0, 1) + height * [a spike on any rank]; trend = 0.
 
     Args:
-        height: powers of two by which a spike raises the peak.
+        height: powers of two by which a spike raises the amax.
         chance: of a spike, on each rank and in each step.
 
     The other arguments are those of `Stationary`.
@@ -318,7 +318,7 @@ class Spiky(Stationary):
 
 @dataclass(frozen=True, kw_only=True)
 class HeavyTailed(Drawn):
-    """The peaks have a power law (Pareto): no scale is free of overflows.
+    """The amaxes have a power law (Pareto): no scale is free of overflows.
 
     P(excess > d) = 2**(-tail * d) for d >= 0; trend = 0.
 
@@ -340,52 +340,52 @@ class HeavyTailed(Drawn):
 
 @dataclass(frozen=True, eq=False)
 class Recorded(Process):
-    """The gradients of a recorded run, as far as its peaks determine them.
+    """The gradients of a recorded run, as far as its amaxes determine them.
 
-    The peak of a clean step is the recorded one divided by its scale, and does not overflow at that scale. A
-    step that overflowed has the smallest peak that overflows at its scale, or the last known one if that is
-    larger. Other steps without a peak have the last known one, or else the next.
+    The amax of a clean step is the recorded one divided by its scale, and does not overflow at that scale. A
+    step that overflowed has the smallest amax that overflows at its scale, or the last known one if that is
+    larger. Other steps without an amax have the last known one, or else the next.
 
     Args:
-        trace: the steps; some of them with a peak.
+        trace: the steps; some of them with an amax.
 
     The other arguments are those of `Process`.
 
     Raises:
-        TraceError: if no step has a peak.
+        TraceError: if no step has an amax.
     """
 
     trace: Trace
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not any(has_peak(step) for step in self.trace):
+        if not any(has_amax(step) for step in self.trace):
             raise TraceError(
-                f"{self.trace!r} has no peaks, so what overflows at another scale is not known. "
+                f"{self.trace!r} has no amaxes, so what overflows at another scale is not known. "
                 "Write simulate(policy, trace), where the same steps overflow at every scale."
             )
 
     def draw(self) -> Iterator[Gradients]:
         known = next(
-            step.peak / step.scale for step in self.trace if step.peak is not None and has_peak(step)
+            step.amax / step.scale for step in self.trace if step.amax is not None and has_amax(step)
         )
         for step in self.trace:
-            peak = self._peak(step, known)
-            known = peak if step.finite else known
-            yield Gradients(peak, known)
+            amax = self._amax(step, known)
+            known = amax if step.finite else known
+            yield Gradients(amax, known)
 
-    def _peak(self, step: Step, known: float) -> float:
+    def _amax(self, step: Step, known: float) -> float:
         if not 0.0 < step.scale < math.inf:
             return known if step.finite else math.inf
         if not step.finite:
             return max(known, math.nextafter(self.top / step.scale, math.inf))
-        recorded = step.peak / step.scale if step.peak is not None and has_peak(step) else known
+        recorded = step.amax / step.scale if step.amax is not None and has_amax(step) else known
         return min(recorded, math.nextafter(self.top, 0.0) / step.scale)
 
 
-def has_peak(step: Step) -> bool:
+def has_amax(step: Step) -> bool:
     """Return whether the record of a step has the size of its unscaled gradients."""
-    known = step.finite and step.peak is not None and math.isfinite(step.peak)
+    known = step.finite and step.amax is not None and math.isfinite(step.amax)
     return known and 0.0 < step.scale < math.inf
 
 

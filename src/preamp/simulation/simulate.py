@@ -16,7 +16,7 @@ from preamp.simulation.processes import Gradients, Losses, Process
 __all__ = ["simulate"]
 
 _CLEAN, _OVERFLOW = Reading(finite=True), Reading(finite=False)
-Measurement: TypeAlias = tuple[Reading, float | None, float | None]  # and peak and zeros of the step
+Measurement: TypeAlias = tuple[Reading, float | None, float | None]  # and amax and zeros of the step
 Measure: TypeAlias = Callable[[Any, float], Measurement]  # of a step, at a scale
 
 
@@ -29,7 +29,7 @@ def simulate(
 
     Args:
         policy: any policy or dialect.
-        overflows: a process, such as those of `preamp.processes`: overflows and peaks then
+        overflows: a process, such as those of `preamp.processes`: overflows and amaxes then
             depend on the policy's own scale. Or losses with spikes, such as `processes.RestingLoss()`, for
             a guard: `process.outcome(trace)` then counts the spikes that it missed. Or, the same at every
             scale, for each step True if its gradients overflow, or a `Reading`, or a `Step` of a recorded
@@ -39,7 +39,7 @@ def simulate(
 
     Returns:
         One step each; `reason` says why one was skipped. If the policy gives up, the trace ends with that
-        step and `trace.stopped` says why. Over a process, a step's `peak` is the scaled one, and `zeros` the
+        step and `trace.stopped` says why. Over a process, a step's `amax` is the scaled one, and `zeros` the
         share that was flushed.
 
     Raises:
@@ -92,13 +92,13 @@ def _guarded(
             )
         reading = _reading(item)
         scale, norm = state.policy_state.scale, reading.grad_norm
-        measured = Measured(reading.finite, scale, norm, reading.peak, reading.loss)
+        measured = Measured(reading.finite, scale, norm, reading.amax, reading.loss)
         judged = judge(guard, guard_state, measured)
         guard_state = judged.state
         state, gave_up = advance(policy, state, measured, judged=judged)
         step = to_step(state, loss=reading.loss)
         assert step is not None  # there was one
-        yield step._replace(grad_norm=norm, peak=reading.peak)
+        yield step._replace(grad_norm=norm, amax=reading.amax)
         if gave_up:
             trace.stop(str(policy.exhaustion_from(state.policy_state)))
             return
@@ -108,24 +108,24 @@ def _played(
     policy: Policy[Any], steps: Iterable[Any], measure: Measure, trace: Trace
 ) -> Iterator[tuple[Any, ...]]:
     advanced: Any = policy.step if policy.gives_up else policy.advance
-    if not policy.needs_peak:  # a policy that uses a single bit goes through few states, over and over
+    if not policy.needs_amax:  # a policy that uses a single bit goes through few states, over and over
         advanced = lru_cache(maxsize=2**13)(advanced)
     state = policy.start()
     loss = norm = None
     keeps = not isinstance(steps, Process)
     for index, item in enumerate(steps):
         scale = state.scale
-        reading, peak, zeros = measure(item, scale)
+        reading, amax, zeros = measure(item, scale)
         finite = reading.finite
         if keeps and isinstance(item, Reading | Step):
             loss, norm = item.loss, item.grad_norm if finite else None
         try:
             after = advanced(state, reading)
         except ScaleExhausted as reason:
-            yield index, scale, finite, not finite, scale, loss, norm, peak, zeros, (), None, (), None
+            yield index, scale, finite, not finite, scale, loss, norm, amax, zeros, (), None, (), None
             trace.stop(str(reason))
             return
-        yield index, scale, finite, not finite, after.scale, loss, norm, peak, zeros, (), None, (), None
+        yield index, scale, finite, not finite, after.scale, loss, norm, amax, zeros, (), None, (), None
         state = after
 
 
@@ -134,13 +134,13 @@ def _measure_process(policy: Policy[Any], process: Process) -> Measure:
     top, bottom, flushed = process.top, process.bottom, lru_cache(maxsize=2**13)(process.flushed)
 
     def measure(gradients: Gradients, scale: float) -> Measurement:
-        peak, typical = gradients[0] * scale, gradients[1] * scale
-        if not peak < top:  # NaN as well
+        amax, typical = gradients[0] * scale, gradients[1] * scale
+        if not amax < top:  # NaN as well
             return _OVERFLOW, None, None
-        if not peak > bottom:
-            peak = 0.0
-        reading = Reading(True, peak) if policy.needs_peak else _CLEAN
-        return reading, peak, flushed(typical) if peak else 1.0
+        if not amax > bottom:
+            amax = 0.0
+        reading = Reading(True, amax) if policy.needs_amax else _CLEAN
+        return reading, amax, flushed(typical) if amax else 1.0
 
     return measure
 
@@ -151,7 +151,7 @@ def _measure_given(policy: Policy[Any]) -> Measure:
     def measure(item: object, _: float) -> Measurement:
         reading = _reading(item)
         plain = _CLEAN if reading.finite else _OVERFLOW
-        return reading if policy.needs_peak else plain, reading.peak, None
+        return reading if policy.needs_amax else plain, reading.amax, None
 
     return measure
 
@@ -160,7 +160,7 @@ def _reading(item: object) -> Reading:
     if item in (True, False):
         return _OVERFLOW if item else _CLEAN
     if isinstance(item, (Reading, Step)):
-        return Reading(bool(item.finite), item.peak, item.loss, item.grad_norm)
+        return Reading(bool(item.finite), item.amax, item.loss, item.grad_norm)
     raise TypeError(
         f"overflows holds {item!r}, neither true nor false. Write True for a step that overflows."
     )

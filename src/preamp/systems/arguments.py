@@ -1,4 +1,4 @@
-"""Validation of a LossScaleOptimizer's arguments, the same in every framework."""
+"""What every adapter checks: the policy that it was given, and the state that it is to resume from."""
 
 from __future__ import annotations
 
@@ -6,26 +6,10 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from preamp.checks import FLOAT32_MAX, is_number, level_of_caller, not_subnormal, positive, shown, whole
+from preamp.checks import is_number, level_of_caller, shown, whole
 from preamp.errors import PolicyError
 from preamp.policy import Policy
 from preamp.systems.dialects import Dialect
-
-INITIAL_SCALE = 2.0**15
-INTERVAL = 2000
-LONGEST = 2**24  # a float32 counter counts no further
-
-# The arguments that every optimizer of Keras implements, with the values that mean "not given".
-UNUSED: dict[str, Any] = {
-    "weight_decay": None,
-    "clipnorm": None,
-    "clipvalue": None,
-    "global_clipnorm": None,
-    "use_ema": False,
-    "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None,
-    "gradient_accumulation_steps": None,
-}
 
 
 def given_policy(policy: Policy[Any], instead: Mapping[str, tuple[Any, Any]]) -> Policy[Any]:
@@ -58,39 +42,9 @@ def _policy_like(given: object) -> str:
     return "policy=Dynamic() or policy=dialects.TORCH"
 
 
-def refuse_unknown(unknown: Mapping[str, object], error: type[PolicyError] = PolicyError) -> None:
-    """Refuse arguments that a LossScaleOptimizer does not have, all of them in one error, as Keras does."""
-    if unknown:
-        raise error(
-            f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`. Write settings of the "
-            "update in the inner optimizer, as in Adam(beta_1=0.8), and leave out the others."
-        )
-
-
 def as_whole(value: object) -> Any:
     """Return a float without a fraction, such as 2.0, as an int; anything else unchanged."""
     return int(value) if is_number(value) and value == int(value) else value
-
-
-def check_scale(initial_scale: Any, dynamic_growth_steps: Any) -> None:
-    """Refuse an invalid first scale or interval."""
-    positive("initial_scale", initial_scale, "initial_scale=2.0**15")
-    not_subnormal("initial_scale", initial_scale)
-    if initial_scale > FLOAT32_MAX:
-        raise PolicyError(
-            f"initial_scale={shown(initial_scale)} is inf in float32, the dtype of the loss scale. "
-            "Write initial_scale=2.0**15."
-        )
-    whole("dynamic_growth_steps", dynamic_growth_steps, least=1, instead="dynamic_growth_steps=2000")
-
-
-def check_counted(dynamic_growth_steps: int, instead: str) -> None:
-    """Refuse an interval that a float32 counter of clean steps never reaches."""
-    if dynamic_growth_steps > LONGEST:
-        raise PolicyError(
-            f"dynamic_growth_steps={dynamic_growth_steps!r} is more than 2**24, the most that the counter "
-            f"can hold. Write {instead} for a scale that does not move."
-        )
 
 
 def check_resumed(policy: Policy[Any], saved: Mapping[str, Any], instead: str) -> Any:
@@ -148,37 +102,3 @@ def _bound_crossed(policy: object, scale: float) -> tuple[str, str, float] | Non
     if ceiling is not None and scale > max(ceiling, first):
         return "above", "max_scale", ceiling
     return None
-
-
-def check_limits(**limits: float | None) -> None:
-    """Refuse invalid limits, decays and factors, and two ways to clip at once."""
-    for name, value in limits.items():
-        if value is None:
-            continue
-        if name != "weight_decay":
-            positive(name, value, f"{name}=1.0, or None")
-        elif not (is_number(value) and value >= 0.0):
-            raise PolicyError(
-                f"weight_decay={shown(value)} is not a finite number of at least 0. "
-                "Write weight_decay=0.004, or None for no decay."
-            )
-    clips = {name: value for name, value in limits.items() if name.startswith(("clip", "global_clip"))}
-    given = [f"{name}={value!r}" for name, value in clips.items() if value is not None]
-    if len(given) > 1:
-        raise PolicyError(f"{' and '.join(given)} are both given. Write only one of them.")
-
-
-def check_averaging(
-    ema_momentum: object,
-    ema_overwrite_frequency: object,
-    gradient_accumulation_steps: object,
-) -> None:
-    """Refuse a momentum outside 0 to 1, and counts that are not whole numbers above 0."""
-    if not (is_number(ema_momentum) and 0.0 <= ema_momentum <= 1.0):
-        raise PolicyError(f"ema_momentum={ema_momentum!r} is not in [0, 1]. Write ema_momentum=0.99.")
-    for name, value, least in (
-        ("ema_overwrite_frequency", ema_overwrite_frequency, 1),
-        ("gradient_accumulation_steps", gradient_accumulation_steps, 2),
-    ):
-        if value is not None:
-            whole(name, value, least=least, instead=f"{name}=None")

@@ -16,12 +16,12 @@ from preamp.checks import paired
 from preamp.errors import PolicyError, UsageError
 from preamp.guards import RULES, Guard
 from preamp.keras.loss_scale_optimizer import LossScaleOptimizer as KerasLossScaleOptimizer
+from preamp.keras_shared.arguments import refuse_unknown
 from preamp.policy import Policy
 from preamp.policy.registry import to_json
-from preamp.systems.arguments import refuse_unknown
-from preamp.tensorflow.arguments import ArgumentTypeError, rule
 from preamp.tensorflow.optimizer import Loss, Pair, Variables, check_tape, flat_variables, is_hyperparameter
 from preamp.tensorflow.optimizer import LossScaleOptimizer as TensorFlowLossScaleOptimizer
+from preamp.tensorflow.rule import ArgumentTypeError, rule
 
 
 @keras.saving.register_keras_serializable("preamp.tensorflow")

@@ -26,10 +26,10 @@ from preamp.checks import (
 )
 from preamp.errors import PolicyError, UsageError
 from preamp.guards import Guard
+from preamp.keras_shared.arguments import KERAS_DEFAULTS
 from preamp.policy import Policy, Static
 from preamp.scaling import Step
-from preamp.systems.arguments import UNUSED
-from preamp.tensorflow.arguments import ArgumentTypeError
+from preamp.tensorflow.rule import ArgumentTypeError
 
 Kind: TypeAlias = Literal["legacy", "tf_keras", "keras"]
 Loss: TypeAlias = "tf.Tensor | float | Callable[[], tf.Tensor]"
@@ -348,7 +348,7 @@ def is_hyperparameter(inner: object, name: str) -> bool:
     it is not used.
     """
     value = vars(inner).get(name, "")
-    if name in UNUSED:
+    if name in KERAS_DEFAULTS:
         return name in vars(inner)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and not name.startswith(("_", "epsilon", "initial_"))

@@ -21,11 +21,10 @@ from preamp.arrays.tensorflow import Gradient, as_stored, divide, finite_and_nor
 from preamp.checks import check_store, listed_variables, paired
 from preamp.errors import UsageError
 from preamp.guards import RULES, Guard
+from preamp.keras_shared.arguments import refuse_unknown
 from preamp.policy import Policy
 from preamp.policy.registry import from_json, to_json
 from preamp.scaling import Step, given_guard
-from preamp.systems.arguments import refuse_unknown
-from preamp.tensorflow.arguments import ArgumentTypeError, check_buffers, rule
 from preamp.tensorflow.optimizer import (
     Loss,
     Pair,
@@ -36,6 +35,7 @@ from preamp.tensorflow.optimizer import (
     kind_of_config,
 )
 from preamp.tensorflow.optimizer import LossScaleOptimizer as BaseLossScaleOptimizer
+from preamp.tensorflow.rule import ArgumentTypeError, check_buffers, rule
 from preamp.tensorflow.tf_keras_buffers import Buffers
 from preamp.tensorflow.tf_keras_state import LossScaleState
 
@@ -139,16 +139,16 @@ class OverTfKeras(BaseLossScaleOptimizer):
         limit = self._optimizer.clipnorm or self._optimizer.global_clipnorm
         if not limit:
             return grads
-        _, _, peaks = finite_and_norm(grads)
+        _, _, amaxes = finite_and_norm(grads)
         if not self._optimizer.clipnorm:
-            peaks = tf.fill(tf.shape(peaks), tf.reduce_max(peaks))
+            amaxes = tf.fill(tf.shape(amaxes), tf.reduce_max(amaxes))
 
         def divided() -> list[Gradient]:
-            divisors = tf.clip_by_value(peaks / limit, 1.0, 2.0**126)  # which have inverses in float32
+            divisors = tf.clip_by_value(amaxes / limit, 1.0, 2.0**126)  # which have inverses in float32
             pairs = zip(grads, tf.unstack(divisors, num=len(grads)), strict=True)
             return [as_stored(divide([one], by)[0], one) for one, by in pairs]
 
-        clippable: Sequence[Gradient] = tf.cond(tf.reduce_any(peaks > limit), divided, lambda: list(grads))
+        clippable: Sequence[Gradient] = tf.cond(tf.reduce_any(amaxes > limit), divided, lambda: list(grads))
         return clippable
 
     def get_config(self) -> dict[str, Any]:

@@ -7,67 +7,30 @@ to apply them. Here that object follows a policy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tf_keras.src.mixed_precision import loss_scale_optimizer as theirs  # tf_keras exports only a facade
 
-from preamp.arrays.tensorflow import (
-    Gradient,
-    check_eager,
-    finite_and_norm,
-    peak,
-    unconverted,
-)
+from preamp.arrays.tensorflow import Gradient, amax, check_eager, finite_and_norm, unconverted
 from preamp.errors import PolicyError
 from preamp.guards import Guard
-from preamp.guards.base import map_state
-from preamp.guards.skips import SkipsInARow
+from preamp.keras_shared.variables import GUARD, Number, StateVariables, checkpoint_key, warn_if_other_guard
 from preamp.policy import Policy, Static, choose
-from preamp.scaling import (
-    GuardRecord,
-    Measured,
-    ScalerState,
-    Step,
-    advance,
-    judge,
-    raise_if_exhausted,
-    start,
-    to_step,
-    with_rules,
-)
-from preamp.systems.arguments import check_counts
-from preamp.systems.variables import (
-    GUARD_NAMES,
-    NAMES,
-    KnownState,
-    checkpoint_key,
-    guard_leaves,
-    has_guard,
-    resumed_guard,
-    warn_if_other_guard,
-    warn_of_dropped_guard,
-)
+from preamp.scaling import Measured, ScalerState, Step, raise_if_exhausted, to_step, with_rules
 from preamp.tensorflow.tf_keras_buffers import Buffers
 
 # The advice for a scale outside the policy's bounds: tf_keras has no way to set one.
 REMEDY = "load the model without its optimizer"
 
-# The names of the variables of a policy's state in checkpoints: tf_keras's own where it has one.
-POLICY_NAMES = {"scale": "current_loss_scale", "good": "good_steps"}
-DTYPES = {"good": tf.int64, "steps": tf.int64, "skipped_steps": tf.int64, "finite": tf.bool}
-GUARD_DTYPES = {"taken": tf.bool, "loss_fits": tf.bool}
+# By the names in files: tf_keras's own in checkpoints, where it has one, and dtypes other than float32.
+IN_CHECKPOINTS = {"scale": "current_loss_scale", "good": "good_steps"}
+COUNTS = dict.fromkeys(("good", "steps", "skipped_steps"), tf.int64)
+DTYPES = {**COUNTS, **dict.fromkeys(("last_finite", "last_taken", "last_loss_fits"), tf.bool)}
 
-# A sum of no losses. Adding 0.0 makes it 0.0, so that a loss of 0.0 is not taken for none; one of -0.0 is.
-# An array, because TensorFlow keeps Python's numbers: it takes -0.0 for the 0.0 that it was given before.
-NONE = np.array(-0.0, np.float32)
-# Added for a loss that is not a single real number. Sums with it stay below half of it, and finite.
-UNKNOWN = -(2.0**100)
-
-Number: TypeAlias = "float | tf.Tensor"
-T = TypeVar("T")
+NO_LOSSES = np.zeros(3, np.float32)
 
 
 class LossScaleState(theirs._DynamicLossScaleState):
@@ -81,6 +44,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
     Attributes:
         policy: the rule in force.
         guard: the rule that skips spikes, if there is one.
+        variables: the state.
         losses: the loss of a step.
         counter: an int64 variable: the policy's count of clean steps.
     """
@@ -92,47 +56,29 @@ class LossScaleState(theirs._DynamicLossScaleState):
         self.policy, self.guard = policy, guard
         self.losses = Losses(guard if guard is not None and "loss" in guard.uses else None)
         self._buffers = buffers
-        first = start(policy, takes_norm=True, guard=guard)
-        self._known = KnownState(first.policy_state, REMEDY)
         self._weights: dict[Any, tf.Variable] = {}
-        self._policy_variables = {
-            name: self._variable(POLICY_NAMES.get(name, name), DTYPES.get(name, tf.float32), value)
-            for name, value in first.policy_state._asdict().items()
-            if not (name == "scale" and isinstance(policy, Static))  # a constant: no checkpoint may move it
-        }
-        self._counter = self._policy_variables["good"]
-        # By the fields of `ScalerState`.
-        self._record = {
-            name: self._variable(NAMES.get(name, name), DTYPES.get(name, tf.float32), 0)
-            for name, value in first._asdict().items()
-            if name not in ("policy_state", "guard") and value is not None
-        }
-        self._guard_record: dict[str, tf.Variable] = {}  # by the fields of `GuardRecord`
-        self._guard_leaves: dict[str, tf.Variable] = {}  # the guard's own state, scalars and vectors
-        self._skips = None if guard is None else SkipsInARow(guard)
-        if first.guard is not None:
-            self._guard_record = {
-                field: self._variable(name, GUARD_DTYPES.get(field, tf.float32), getattr(first.guard, field))
-                for field, name in GUARD_NAMES.items()
-            }
-            self._guard_leaves = {
-                name: self._variable(name, tf.float32, value)
-                for name, value in guard_leaves(first.guard.state).items()
-            }
-            # An object of its own in checkpoints, so that another guard's state can be told from this one's.
-            self._tracked_guard = tf.__internal__.tracking.AutoTrackable()
-            for name, variable in self._guard_leaves.items():
-                self._tracked_guard._track_trackable(variable, name)
+        self.variables: StateVariables[Any, tf.Variable] = StateVariables(
+            policy, guard, self._variable, _read, _write, _add, names={}, remedy=REMEDY
+        )
+        self._counter = self.variables.state.policy_state.good
+        # An object of its own in checkpoints, so that another guard's state can be told from this one's.
+        self._tracked_guard = tf.__internal__.tracking.AutoTrackable()
+        for name, variable in self.variables.guard_leaves.items():
+            self._tracked_guard._track_trackable(variable, name)
 
-    def _variable(self, name: str, dtype: tf.DType, value: float | tuple[float, ...]) -> tf.Variable:
+    def _variable(self, name: str, value: Number) -> tf.Variable | Number:
+        if name == "scale" and isinstance(self.policy, Static):
+            return value  # a constant: no checkpoint may move it
+        dtype = DTYPES.get(name, tf.float32)
         initial = np.asarray(value, dtype.as_numpy_dtype)
-        return self._add_weight(name=name, dtype=dtype, initial_value=initial)
+        return self._add_weight(name=IN_CHECKPOINTS.get(name, name), dtype=dtype, initial_value=initial)
 
     def _trackable_children(self, save_type: str = "checkpoint", **options: object) -> dict[str, Any]:
         children: dict[str, Any] = super()._trackable_children(save_type, **options)
         if save_type == "checkpoint":
             if self.guard is not None:
-                children = {name: one for name, one in children.items() if name not in self._guard_leaves}
+                leaves = self.variables.guard_leaves
+                children = {name: one for name, one in children.items() if name not in leaves}
                 children[checkpoint_key(self.guard)] = self._tracked_guard
             return children
         buffers = {} if self._buffers is None else self._buffers.tracked()
@@ -153,9 +99,8 @@ class LossScaleState(theirs._DynamicLossScaleState):
     @property
     def current_loss_scale(self) -> tf.Tensor | tf.Variable:
         """The scale, a float32 scalar variable or constant."""
-        if isinstance(self.policy, Static):
-            return tf.constant(self.policy.scale, tf.float32)
-        return self._policy_variables["scale"]
+        scale = self.variables.state.policy_state.scale
+        return tf.constant(scale) if isinstance(scale, float) else scale
 
     def update(self, grads: object) -> tuple[tf.Operation, bool | tf.Tensor]:
         """Advance the policy by one step.
@@ -170,34 +115,22 @@ class LossScaleState(theirs._DynamicLossScaleState):
             ScaleExhausted: eagerly, if the policy gives up on this step.
             PolicyError: for a guard that uses the loss, if none was scaled.
         """
-        scale = tf.convert_to_tensor(self.current_loss_scale)  # once, before it is written
-        measured = self._measured(tf.nest.flatten(grads), scale)
-        if tf.executing_eagerly():  # tf_keras reads it next, to decide: the rest is for Python to compute
-            on_host = Measured(*[None if value is None else value.numpy().item() for value in measured])
-            return self._update_on_host(on_host)
-        before = self._tensors(scale)
-        judged, taken = None, measured.finite
-        if self.guard is not None:
-            judged = judge(self.guard, self._guard_state(tf.convert_to_tensor), measured, tf.where)
-            taken = judged.taken
-        after, _ = advance(self.policy, before, measured, tf.where, judged)
-        return tf.group(*self._write(after, taken)), taken
-
-    def _update_on_host(self, measured: Measured[float]) -> tuple[tf.Operation, bool]:
-        before = self._numbers()._replace(steps=0, skipped_steps=0)
-        self._known.check(self.policy, before.policy_state)
-        judged, taken = None, measured.finite
-        if self.guard is not None:
-            guard_state = self._guard_state(lambda variable: _on_host(tf.convert_to_tensor(variable)))
-            judged = judge(self.guard, guard_state, measured)
-            taken = bool(judged.taken)
-        after, gave_up = advance(self.policy, before, measured, choose, judged)
-        written = self._write(after, taken)
-        self._known.state = after.policy_state
-        if self._skips is not None:
-            self._skips.note(taken, measured.finite, "tensorflow", "tf_keras")
-        if gave_up:
-            raise self.policy.exhaustion_from(before.policy_state)
+        # tf_keras reads the decision next, where it can: then the rest is for Python to compute.
+        eager = tf.executing_eagerly()
+        where = choose if eager else tf.where
+        state = {path: _on_host(one) for path, one in self.variables.used.items()} if eager else None
+        before = self.variables.before_step(state)
+        measured = self._measured(tf.nest.flatten(grads), before.policy_state.scale)
+        if eager:
+            measured = Measured(*[None if value is None else _on_host(value) for value in measured])
+        judged = self.variables.judge(before, measured, where)
+        taken = measured.finite if judged is None else judged.taken
+        try:
+            written = self.variables.advance(before, measured, judged, where)
+        finally:  # a step on which the policy gives up has been one
+            self.losses.end_step(self.variables.state.steps)
+            if self._buffers is not None:
+                self._buffers.end_step(taken)
         return tf.group(*written), taken
 
     def check_exhausted(self) -> None:
@@ -206,8 +139,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         Raises:
             ScaleExhausted: with the scale at which it first gave up.
         """
-        if self.policy.gives_up:
-            raise_if_exhausted(self.policy, self._numbers())
+        raise_if_exhausted(self.policy, self._state())
 
     def numbers(self) -> dict[str, Any]:
         """Return the values of the variables, copied to the host, for `restore`. Vectors are lists.
@@ -215,15 +147,15 @@ class LossScaleState(theirs._DynamicLossScaleState):
         That the policy gave up is left out: training that resumes may recover.
         """
         check_eager()
-        named = {NAMES.get(name, name): variable for name, variable in self._record.items()}
-        of_guard = {GUARD_NAMES[field]: variable for field, variable in self._guard_record.items()}
-        values = _values({**self._policy_variables, **named, **of_guard})
-        # JSON has no inf and NaN, which a norm can be.
-        finite = {n: x for n, x in values.items() if not n.startswith("exhausted") and math.isfinite(x)}
-        leaves = {
-            name: tf.convert_to_tensor(one).numpy().tolist() for name, one in self._guard_leaves.items()
-        }
-        return {**finite, **leaves}
+        found: dict[str, Any] = {}
+        for path, variable in self.variables.variables.items():
+            if isinstance(variable, float):
+                continue  # a fixed scale is no state
+            value = tf.convert_to_tensor(variable).numpy().tolist()
+            # JSON has no inf and NaN, which a norm can be.
+            if path.startswith(GUARD) or (math.isfinite(value) and not path.startswith("exhausted")):
+                found[self.variables.names[path]] = value
+        return found
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Set the variables to the result of `numbers`, perhaps of another policy or guard.
@@ -234,31 +166,17 @@ class LossScaleState(theirs._DynamicLossScaleState):
         Warns:
             UserWarning: for a scale outside the policy's bounds, which is kept.
         """
-        check_counts(saved, ["steps", "skipped_steps"])
-        self._write_policy(self._known.resume(self.policy, saved))
-        for name, variable in self._record.items():
-            missing = math.nan if name == "grad_norm" else 0
-            variable.assign(variable.dtype.as_numpy_dtype(saved.get(NAMES.get(name, name), missing)))
-        first = start(self.policy, guard=self.guard).guard
-        for field, variable in self._guard_record.items():
-            value = saved.get(GUARD_NAMES[field], getattr(first, field))
-            variable.assign(variable.dtype.as_numpy_dtype(value))
-        if self.guard is not None:
-            for name, value in resumed_guard(self.guard, saved).items():
-                self._guard_leaves[name].assign(np.asarray(value, np.float32))
-        elif has_guard(saved):
-            warn_of_dropped_guard()
+        self.variables.load(saved)
         self.losses.forget()
         if self._buffers is not None:
             self._buffers.keep_finite()
 
     def step(self) -> Step | None:
         """Return the record of the last step, copied to the host; None before the first."""
-        state = self._numbers()
-        self._known.check(self.policy, state.policy_state)
+        state = self._state()
         if not state.steps:
             return None
-        loss = self.losses.read(int(state.steps))
+        loss = self.losses.read(state.steps)
         if state.finite or self._buffers is None:
             step = to_step(state, loss=loss, framework="tensorflow")
         else:
@@ -268,74 +186,42 @@ class LossScaleState(theirs._DynamicLossScaleState):
 
     def skipped(self) -> int:
         """Return how many steps have been skipped, copied to the host."""
-        return int(self._numbers().skipped_steps)
+        return int(self._state().skipped_steps)
 
-    def _measured(self, grads: Sequence[Gradient | None], scale: tf.Tensor) -> Measured[tf.Tensor]:
-        """Measure unscaled gradients. The peak is that of the scaled ones."""
-        largest = peak(grads) * scale if self.policy.needs_peak else None
-        finite, norm = _finite_and_norm(grads, agrees=self.guard is not None)
+    def _state(self) -> ScalerState[Any, float]:
+        """Return the state, copied to the host."""
+        check_eager()
+        return self.variables.state_of([_on_host(variable) for variable in self.variables.scalars.values()])
+
+    def _measured(self, grads: Sequence[Gradient | None], scale: tf.Tensor | float) -> Measured[tf.Tensor]:
+        """Measure unscaled gradients. The amax is that of the scaled ones."""
+        largest = amax(grads) * scale if self.policy.needs_amax else None
+        finite, norm = _finite_and_norm(grads)
         return Measured(finite, scale, norm, largest, self.losses.of_step())
 
-    def _tensors(self, scale: tf.Tensor) -> ScalerState[Any, tf.Tensor]:
-        """Return the state in a graph, for a scale that has been read."""
-        policy_variables = {**self._policy_variables, "scale": scale}
-        return self._state(
-            {name: tf.cast(tf.convert_to_tensor(v), tf.float32) for name, v in policy_variables.items()},
-            # `advance` uses nothing of the last step's record but `exhausted_*`, if the policy can give up.
-            {
-                name: tf.convert_to_tensor(v) if name.startswith("exhausted") and self.policy.gives_up else v
-                for name, v in self._record.items()
-            },
-        )._replace(steps=0, skipped_steps=0)  # so that those after a step are its increments
 
-    def _guard_state(self, value_of: Callable[[tf.Variable], Any]) -> Any:
-        """Return the guard's state, with a function applied to its variables."""
-        assert self.guard is not None  # asked only with a guard
-        variables = iter(self._guard_leaves.values())
-        return map_state(lambda _: value_of(next(variables)), self.guard.start())
+def _read(variable: tf.Variable | float) -> tf.Tensor:
+    """Return a value in a graph, in the dtype that policies compute with."""
+    return tf.cast(tf.convert_to_tensor(variable), tf.float32)
 
-    def _numbers(self) -> ScalerState[Any, float]:
-        """Return the state, read from its device."""
-        check_eager()
-        policy_variables = {**self._policy_variables, "scale": self.current_loss_scale}
-        numbers = {name: float(value) for name, value in _values(policy_variables).items()}
-        record = GuardRecord(None, **_values(self._guard_record)) if self._guard_record else None
-        return self._state(numbers, _values(self._record))._replace(guard=record)
 
-    def _state(self, policy_values: Mapping[str, T], record: Mapping[str, T]) -> ScalerState[Any, T]:
-        policy_state = type(self._known.state)(**policy_values)
-        missing = {"peak": None} if "peak" not in record else {}
-        return ScalerState(policy_state=policy_state, **missing, **record)  # type: ignore[arg-type]
+def _write(variable: tf.Variable | float, value: tf.Tensor | Number) -> tf.Operation:
+    """Set a variable; leave a constant as it is."""
+    return tf.no_op() if isinstance(variable, float) else variable.assign(_cast(value, variable.dtype))
 
-    def _write(self, after: ScalerState[Any, Number], taken: bool | tf.Tensor) -> list[tf.Operation]:
-        """Write a state whose counts are the increments of a step.
 
-        Args:
-            after: the state.
-            taken: whether the step is taken.
-        """
-        written = self._write_policy(after.policy_state)
-        for name, variable in self._record.items():
-            value = getattr(after, name)
-            if name in ("steps", "skipped_steps"):
-                written.append(variable.assign_add(_cast(value, variable.dtype)))
-            elif self.policy.gives_up or not name.startswith("exhausted"):
-                written.append(variable.assign(_cast(value, variable.dtype)))
-        if after.guard is not None:
-            written += [
-                variable.assign(_cast(getattr(after.guard, field), variable.dtype))
-                for field, variable in self._guard_record.items()
-            ]
-            leaves = guard_leaves(after.guard.state)
-            written += [self._guard_leaves[name].assign(value) for name, value in leaves.items()]
-        self.losses.end_step(self._record["steps"])
-        if self._buffers is not None:
-            self._buffers.end_step(taken)
-        return written
+def _add(variable: tf.Variable, value: tf.Tensor | Number) -> tf.Operation:
+    return variable.assign_add(_cast(value, variable.dtype))
 
-    def _write_policy(self, state: NamedTuple) -> list[tf.Operation]:
-        values = state._asdict()
-        return [v.assign(_cast(values[name], v.dtype)) for name, v in self._policy_variables.items()]
+
+def _cast(value: tf.Tensor | Number, dtype: tf.DType) -> Any:
+    return tf.cast(value, dtype) if tf.is_tensor(value) else np.asarray(value, dtype.as_numpy_dtype)
+
+
+def _on_host(value: tf.Variable | tf.Tensor | float) -> Any:
+    """Return a scalar as a number, a vector as a tuple: those of one replica."""
+    numbers = tf.convert_to_tensor(value).numpy().tolist()
+    return tuple(numbers) if isinstance(numbers, list) else numbers
 
 
 class Losses:
@@ -349,7 +235,9 @@ class Losses:
         guard: the guard that uses the loss, if there is one.
 
     Attributes:
-        variables: scalars, by name. An exported function needs them; a checkpoint does not.
+        variables: by name, vectors of the sum of the losses, of how many there are, and of how many of them
+            are not known; and how many steps there were. An exported function needs them; a checkpoint does
+            not.
     """
 
     def __init__(self, guard: Guard[Any] | None = None) -> None:
@@ -365,20 +253,19 @@ class Losses:
         """Add a loss that is about to be scaled. Nothing is read."""
         if not self._can_write() or tf.distribute.in_cross_replica_context():
             return  # in a cross-replica context no gradients can be applied either
-        if loss.shape.num_elements() != 1 or not loss.dtype.is_floating:
-            if self._guard is not None:
-                raise PolicyError(
-                    f"{self._guard!r} uses the loss, and this one has shape {loss.shape} and dtype "
-                    f"{loss.dtype.name}, and is not a floating-point scalar. Write "
-                    "opt.get_scaled_loss(tf.reduce_mean(loss)); or "
-                    'guard=SpikeGuard(watch="grad_norm"), which needs no loss.'
-                )
-            loss = tf.constant(UNKNOWN)
+        is_known = loss.shape.num_elements() == 1 and loss.dtype.is_floating
+        if not is_known and self._guard is not None:
+            raise PolicyError(
+                f"{self._guard!r} uses the loss, and this one has shape {loss.shape} and dtype "
+                f"{loss.dtype.name}, and is not a floating-point scalar. Write "
+                "opt.get_scaled_loss(tf.reduce_mean(loss)); or "
+                'guard=SpikeGuard(watch="grad_norm"), which needs no loss.'
+            )
         self._was_added = True
-        number = tf.cast(loss, tf.float32)
+        number = tf.cast(loss, tf.float32) if is_known else tf.constant(math.nan)
         if number.shape.rank:
             number = tf.reshape(number, ())
-        self.variables["losses"].assign_add(number, read_value=False)
+        self.variables["losses"].assign_add(tf.stack([number, 1.0, float(not is_known)]), read_value=False)
 
     def of_step(self) -> tf.Tensor | None:
         """Return the sum before the step ends, over all replicas; None if no guard uses it.
@@ -394,8 +281,8 @@ class Losses:
                 replica = tf.distribute.get_replica_context()
                 if replica.num_replicas_in_sync > 1:
                     total = replica.all_reduce(tf.distribute.ReduceOp.SUM, total)
-            if not (tf.executing_eagerly() and _is_none(float(total))):
-                return total
+            if not tf.executing_eagerly() or float(total[1]):
+                return total[0]
         raise PolicyError(
             f"{self._guard!r} uses the loss, and none was scaled since the last step. Write loss = "
             "opt.get_scaled_loss(loss) for each step, or opt.minimize(loss_fn, variables); or write "
@@ -412,12 +299,12 @@ class Losses:
             losses = self.variables["losses"]
             self.variables["losses_of_step"].assign(tf.convert_to_tensor(losses), read_value=False)
             self.variables["steps"].assign(tf.convert_to_tensor(steps), read_value=False)
-            losses.assign(NONE, read_value=False)
+            losses.assign(NO_LOSSES, read_value=False)
 
     def forget(self) -> None:
         """Forget all losses, because another training begins."""
-        for name, variable in self.variables.items():
-            variable.assign(0 if name == "steps" else NONE)
+        for variable in self.variables.values():
+            variable.assign(tf.zeros_like(variable))
 
     def read(self, steps: int) -> float | None:
         """Return the loss of the last step; None if it is not known.
@@ -427,27 +314,17 @@ class Losses:
         """
         if not self.variables or int(tf.convert_to_tensor(self.variables["steps"])) != steps:
             return None
-        loss = float(tf.convert_to_tensor(self.variables["losses_of_step"]))
-        return None if _is_none(loss) or -math.inf < loss < UNKNOWN / 2 else loss
+        loss, count, unknown = tf.convert_to_tensor(self.variables["losses_of_step"]).numpy().tolist()
+        return loss if count and not unknown else None
 
     def _can_write(self) -> bool:
         return bool(self.variables) and (tf.executing_eagerly() or tf.inside_function())
 
 
-def _is_none(loss: float) -> bool:
-    return loss == 0.0 and math.copysign(1.0, loss) < 0.0
-
-
-def _on_host(value: tf.Tensor) -> float | tuple[float, ...]:
-    """Return a scalar as a number, a vector as a tuple."""
-    numbers = value.numpy().tolist()
-    return tuple(numbers) if isinstance(numbers, list) else numbers
-
-
 def _summed_over_replicas(name: str) -> tf.Variable:
     """Return a variable that each replica adds to, and that is read as the sum."""
     return tf.Variable(
-        NONE,
+        NO_LOSSES,
         name=name,
         dtype=tf.float32,
         trainable=False,
@@ -456,17 +333,15 @@ def _summed_over_replicas(name: str) -> tf.Variable:
     )
 
 
-def _finite_and_norm(
-    grads: Sequence[Gradient | None], *, agrees: bool = False
-) -> tuple[tf.Tensor, tf.Tensor]:
+def _finite_and_norm(grads: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Tensor]:
     """Return whether the gradients of all replicas are finite, and their global L2 norm.
 
     tf_keras passes the sum over replicas, which is the same on all of them. If it was told not to sum, the
-    norm is that of the first replica or, where they must agree on it, the mean over replicas.
+    norm is the mean over replicas, because all of them must decide alike; that of the first where tf_keras
+    decides for all.
 
     Args:
         grads: unscaled gradients; in a cross-replica context those of each replica.
-        agrees: whether all replicas need the same norm, because a guard decides by it.
     """
 
     def measured(grads: Sequence[Gradient | None]) -> tuple[tf.Tensor, tf.Tensor]:
@@ -482,18 +357,5 @@ def _finite_and_norm(
     replica = tf.distribute.get_replica_context()
     if replica.num_replicas_in_sync == 1:
         return finite_and_norm(grads)[:2]
-    overflows, norm = measured(grads)
-    if agrees:
-        sums = replica.all_reduce(total, tf.stack([overflows, norm]))
-        return tf.equal(sums[0], 0.0), sums[1] / float(replica.num_replicas_in_sync)
-    return tf.equal(replica.all_reduce(total, overflows), 0.0), norm
-
-
-def _cast(value: Number | bool, dtype: tf.DType) -> Number:
-    """Return a tensor or a number in a dtype."""
-    return tf.cast(value, dtype) if tf.is_tensor(value) else dtype.as_numpy_dtype(value)
-
-
-def _values(variables: Mapping[str, tf.Variable | tf.Tensor]) -> dict[str, float]:
-    """Return the values of scalar variables as plain numbers: those of one replica."""
-    return {name: tf.convert_to_tensor(variable).numpy().item() for name, variable in variables.items()}
+    sums = replica.all_reduce(total, tf.stack(measured(grads)))
+    return tf.equal(sums[0], 0.0), sums[1] / float(replica.num_replicas_in_sync)

@@ -19,8 +19,8 @@ from preamp.errors import UsageError
 from preamp.machine import NOT_TRIED, REFERENCE, Feature, MachineReport, PrecisionRow
 from preamp.machine.measurements import advise, first_line, judged, measure_product
 from preamp.torch.autocasting.region import autocast
+from preamp.torch.autocasting.unscaled import watch
 from preamp.torch.scaling.grad_scaler import GradScaler
-from preamp.torch.scaling.unscaled import watch
 
 DTYPES = {
     "float32": torch.float32,

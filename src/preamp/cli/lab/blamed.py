@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from preamp.autocasting.blame import Blame
 from preamp.autocasting.tables import Casting
+from preamp.blaming.blame import Blame
 from preamp.cli.casting_file import read_casting
 from preamp.cli.lab.inspected import casting_region, find_function, model_of
 from preamp.errors import CastingError, MissingExtra, PreampError

@@ -90,13 +90,13 @@ class JaxLoop(Loop):
             for one in self._snapshots(index, inputs, labels):
                 self.lens.on_snapshot(one)
         after = self.train_step(self.layers, self.state, inputs, labels)
-        loss, gradients, peak, self.layers, self.state = after
+        loss, gradients, amax, self.layers, self.state = after
         if self.policy is not None and self.policy.gives_up:  # a compiled step cannot raise
             try:
                 check_exhausted(self.state, self.policy)
             except ScaleExhausted as error:
-                return Trained(loss, gradients, peak, error)
-        return Trained(loss, gradients, peak)
+                return Trained(loss, gradients, amax, error)
+        return Trained(loss, gradients, amax)
 
     def last_step(self) -> Step | None:
         return last_step(self.state)
@@ -108,7 +108,7 @@ class JaxLoop(Loop):
     def _train_step(
         self, layers: Layers, state: optax.OptState, inputs: jax.Array, labels: jax.Array
     ) -> tuple[jax.Array, list[jax.Array], jax.Array, Layers, Any]:
-        """Return the loss, the weights' gradients of the scaled loss, their peak, and the next state."""
+        """Return the loss, the weights' gradients of the scaled loss, their amax, and the next state."""
         if self.policy is None:
             (loss, _), gradients = jax.value_and_grad(self._loss, has_aux=True)(layers, None, inputs, labels)
             updates, state = self.optimizer.update(gradients, state, layers)
@@ -120,7 +120,7 @@ class JaxLoop(Loop):
             layers, state = apply_gradients(self.optimizer, gradients, state, layers)
             gradients = jax.tree.map(lambda gradient: gradient * scale, gradients)
         of_weights = [layer["weight"] for layer in gradients.values()]
-        return loss, of_weights, _peak(of_weights), layers, state
+        return loss, of_weights, _amax(of_weights), layers, state
 
     def _outputs(self, layers: Layers, slots: ByLayer | None, inputs: jax.Array) -> tuple[jax.Array, ByLayer]:
         """Return the network's outputs, in float32 from the last product on, and those of each layer."""
@@ -205,6 +205,6 @@ def _last_first(tree: ByLayer) -> ByLayer:
     return OrderedDict(reversed(tree.items()))
 
 
-def _peak(gradients: list[jax.Array]) -> jax.Array:
+def _amax(gradients: list[jax.Array]) -> jax.Array:
     """Return the largest finite magnitude."""
     return jnp.stack([jnp.max(jnp.abs(g), initial=0.0, where=jnp.isfinite(g)) for g in gradients]).max()

@@ -25,13 +25,13 @@ class Trained(NamedTuple):
     Attributes:
         loss: the loss, not scaled, as something that `float` takes.
         gradients: of the weights, as arrays that NumPy can read.
-        peak: the largest finite magnitude among the weights' gradients of the scaled loss.
+        amax: the largest finite magnitude among the weights' gradients of the scaled loss.
         error: what to raise once the step is recorded.
     """
 
     loss: Any
     gradients: list[Any]
-    peak: Any
+    amax: Any
     error: ScaleExhausted | None = None
 
 
@@ -80,11 +80,11 @@ class Loop(ABC):
         """Train, yielding one `Step` after each update."""
         for index, rows in enumerate(self.problem.batches(self.seed)):
             start = time.perf_counter()
-            loss, gradients, peak, error = self.train_on(rows, index)
+            loss, gradients, amax, error = self.train_on(rows, index)
             zeros = share_of_zeros(gradients) if index % ZEROS_EVERY == 0 else None
             step = self.last_step() if self.policy is not None else None
             step = step or Step(index, 1.0, finite=True, skipped=False)
-            step = step._replace(loss=float(loss), peak=float(peak), zeros=zeros)
+            step = step._replace(loss=float(loss), amax=float(amax), zeros=zeros)
             yield step._replace(seconds=time.perf_counter() - start)
             self.skipped = step.skipped
             if error:

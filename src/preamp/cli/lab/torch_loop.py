@@ -23,7 +23,7 @@ from preamp.errors import ScaleExhausted
 from preamp.policy import Policy
 from preamp.scaling import Step
 from preamp.torch import GradScaler, Lens, autocast
-from preamp.torch.scaling.unscaled import watch
+from preamp.torch.autocasting.unscaled import watch
 
 
 class Dense(torch.nn.Module):
@@ -74,13 +74,13 @@ class TorchLoop(Loop):
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         gradients = [weight.grad for weight in self.weights if weight.grad is not None]
-        peak = _peak(gradients)
+        amax = _amax(gradients)
         self.scaler.step(self.optimizer)
         try:
             self.scaler.update()
         except ScaleExhausted as error:
-            return Trained(loss.detach(), gradients, peak, error)
-        return Trained(loss.detach(), gradients, peak)
+            return Trained(loss.detach(), gradients, amax, error)
+        return Trained(loss.detach(), gradients, amax)
 
     def last_step(self) -> Step | None:
         return self.scaler.last_step
@@ -99,9 +99,9 @@ class TorchLoop(Loop):
         return mse_loss(outputs, inputs) if self.problem.loss == "squared" else cross_entropy(outputs, labels)
 
 
-def _peak(gradients: list[torch.Tensor]) -> float:
+def _amax(gradients: list[torch.Tensor]) -> float:
     """Return the largest finite magnitude."""
-    peak = torch.stack([end for g in gradients for end in torch.aminmax(g)]).abs().amax().item()
-    if math.isfinite(peak):
-        return peak
+    amax = torch.stack([end for g in gradients for end in torch.aminmax(g)]).abs().amax().item()
+    if math.isfinite(amax):
+        return amax
     return max(float(g.nan_to_num(0.0, 0.0, 0.0).abs().amax()) for g in gradients)

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from preamp.autocasting.tables import Casting
-from preamp.autocasting.tuning import Tuning
+from preamp.blaming.tuning import Tuning
 from preamp.cli.casting_file import read_casting
 from preamp.cli.lab.blamed import loss_and_arguments
 from preamp.cli.lab.compared import PrecisionRun, casts_of, run_apart

@@ -126,14 +126,14 @@ class EngineAccess(ABC):
         norms = torch.where(norms >= 0.0, norms, math.nan)  # DeepSpeed writes -1 for one that is not finite
         return float(torch.linalg.vector_norm(norms))
 
-    def peak(self) -> float:
+    def amax(self) -> float:
         """Return the largest magnitude among the scaled gradients of all ranks. Every rank has to call it."""
         tensors = [gradient for _, gradient in self.gradients() if gradient is not None]
         device = device_of_ranks()
-        mine = max(Gradients([], tensors).peaks(), default=0.0)
-        peak = torch.tensor([mine], dtype=widest(device), device=device)
-        self.combine(peak)
-        return peak.item()
+        mine = max(Gradients([], tensors).amaxes(), default=0.0)
+        amax = torch.tensor([mine], dtype=widest(device), device=device)
+        self.combine(amax)
+        return amax.item()
 
     def culprits(self) -> tuple[str, ...]:
         """Return the parameters whose gradients are not finite on any rank, last of the model first.

@@ -50,8 +50,7 @@ from preamp.scaling import (
 )
 from preamp.systems import deepspeed_config as config
 from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
-from preamp.torch.scaling.gradient_stats import Losses, UnreadLoss
-from preamp.torch.scaling.guarding import loss_of, mean_over_ranks
+from preamp.torch.scaling.scaled import Losses, UnreadLoss, loss_of, mean_over_ranks
 
 Original: TypeAlias = Callable[..., Any]  # the method of DeepSpeed that was replaced
 
@@ -76,7 +75,7 @@ def attach(
     Args:
         engine: the first of what `deepspeed.initialize` returns. One that has trained keeps its scale.
         policy: the rule. None: what the engine's configuration says under "fp16", at every stage with
-            hysteresis and an error at the floor. For one that needs the peak, each clean step takes one more
+            hysteresis and an error at the floor. For one that needs the amax, each clean step takes one more
             all-reduce of a number.
         on_step: called with a `Step` after every update; a `Trace` is such a callable. The step's `loss` is
             this rank's: the sum over the micro-steps of what `engine.backward` or `engine.scale` was given,
@@ -111,9 +110,9 @@ def attach(
         warn_if_out_of_bounds(
             rule, access.scale, "cur_scale={bound!r} into the engine's loss scaler", of="engine"
         )
-    if rule.needs_peak and access.hides_gradients():
+    if rule.needs_amax and access.hides_gradients():
         raise UsageError(
-            f"{rule!r} needs the peak of the gradients, and these are offloaded to a disk. "
+            f"{rule!r} needs the amax of the gradients, and these are offloaded to a disk. "
             'Write "offload_optimizer": {"device": "cpu"}, or policy=Dynamic(), which needs none.'
         )
     return Attached(access, rule, on_step, guard)
@@ -159,7 +158,7 @@ class Attached:
         self._access, self._attributes, self._patches = access, ScalerAttributes(policy), MethodPatches()
         self._decision: _Decision | None = None
         self._norm: float | None = None
-        self._peak: float | None = None
+        self._amax: float | None = None
         self._guard_state: Any = None  # before the step
         self._skips = None if guard is None else SkipsInARow(guard)
         self._until_stepped = ExitStack()  # what is undone after DeepSpeed's step
@@ -266,7 +265,7 @@ class Attached:
             self._guard_state = self._saved_guard_state(self.guard)
             if "loss" in self.guard.uses:
                 loss_of(self._losses, "engine.backward(loss)", self.guard, may_lack=False)  # or this raises
-        self._peak = self._measure() if self._access.measures_first else None
+        self._amax = self._measure() if self._access.measures_first else None
         with ExitStack() as self._until_stepped:
             result = original(*arguments, **named)
         decision = self._decision
@@ -297,10 +296,10 @@ class Attached:
             norm = self._norm
             finite = finite and (norm is None or math.isfinite(norm))  # in bfloat16 DeepSpeed does not check
             loss = self._mean_loss(guard) if "loss" in guard.uses else None
-        peak = None
+        amax = None
         if finite:
-            peak = self._measure() if self._peak is None else self._peak
-        measured = Measured(finite, self._access.scale, norm, peak, loss)
+            amax = self._measure() if self._amax is None else self._amax
+        measured = Measured(finite, self._access.scale, norm, amax, loss)
         if guard is not None:
             judged = judge(guard, self._guard_state, measured)
         after, gave_up = advance(self.policy, before, measured, judged=judged)
@@ -334,8 +333,8 @@ class Attached:
         return float(mean_over_ranks(loss, device_of_ranks()))
 
     def _measure(self) -> float | None:
-        """Return the peak of the scaled gradients of all ranks, for a policy that uses it."""
-        return self._access.peak() if self.policy.needs_peak else None
+        """Return the amax of the scaled gradients of all ranks, for a policy that uses it."""
+        return self._access.amax() if self.policy.needs_amax else None
 
     def _note_norm_early(self, original: Original, *arguments: object, **named: object) -> Any:
         """Record the norm of the scaled gradients for the guard."""

@@ -216,7 +216,7 @@ class Engine(nn.Module):
 
     def _finish(self) -> None:
         """Count an update, clear its gradients, and report one that was skipped."""
-        skipped = self.scaler.is_enabled() and self.scaler._has_skipped()
+        skipped = self.scaler.is_enabled() and self.scaler.has_skipped()
         self.zero_grad()
         self._is_scaled, self._step_applied = False, not skipped
         self.micro_steps += 1

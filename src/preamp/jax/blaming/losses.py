@@ -18,7 +18,7 @@ class Lost(NamedTuple):
         size: the 2-norm in float32.
         count: the number of values that are zero, but not in float32.
         count_size: the 2-norm of those in float32.
-        peak: the largest magnitude in float32.
+        amax: the largest magnitude in float32.
         delta: the difference, in bfloat16 where it would be float32; None if it is zero everywhere.
     """
 
@@ -26,7 +26,7 @@ class Lost(NamedTuple):
     size: Any
     count: Any
     count_size: Any
-    peak: Any
+    amax: Any
     delta: Any
 
 
@@ -46,13 +46,13 @@ def _lost(low: Array, exact: Array) -> Lost:
     low = low.astype(exact.dtype)
     usable = jnp.isfinite(low) & jnp.isfinite(exact)
     low, exact = jnp.where(usable, low, 0), jnp.where(usable, exact, 0)
-    peak = jnp.max(jnp.abs(exact), initial=0.0)
-    size = jnp.where(peak > 0, peak, 1)  # so that squares neither overflow nor underflow
+    amax = jnp.max(jnp.abs(exact), initial=0.0)
+    size = jnp.where(amax > 0, amax, 1)  # so that squares neither overflow nor underflow
     delta, gone = low - exact, (low == 0) & (exact != 0)
     terms = [
         jnp.square(jnp.abs(delta / size)),
         jnp.square(jnp.abs(exact / size)),
-        gone.astype(peak.dtype),
+        gone.astype(amax.dtype),
         jnp.square(jnp.where(gone, jnp.abs(exact / size), 0)),
     ]
     squares = _sums(terms)
@@ -61,7 +61,7 @@ def _lost(low: Array, exact: Array) -> Lost:
         size=size * jnp.sqrt(squares[1]),
         count=squares[2],
         count_size=size * jnp.sqrt(squares[3]),
-        peak=peak,
+        amax=amax,
         delta=delta.astype(jnp.bfloat16) if delta.dtype == jnp.float32 else delta,
     )
 
@@ -90,8 +90,8 @@ def repaired(low: Any, exact: Any, limit: Any) -> tuple[Any, Any, Any]:
     """
     overflowed = ~jnp.isfinite(low) & jnp.isfinite(exact)
     largest = (jnp.sign(exact) * limit).astype(low.dtype)
-    peak = jnp.max(jnp.where(overflowed, jnp.abs(exact), 0), initial=0.0)
-    return jnp.where(overflowed, largest, low), jnp.sum(overflowed), peak
+    amax = jnp.max(jnp.where(overflowed, jnp.abs(exact), 0), initial=0.0)
+    return jnp.where(overflowed, largest, low), jnp.sum(overflowed), amax
 
 
 def _sums(terms: Sequence[Array]) -> Sequence[Array]:

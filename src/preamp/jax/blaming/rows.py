@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from preamp.autocasting.blame import BlameRow, Direction, Part
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.tables import JAX, Rule
+from preamp.blaming.blame import BlameRow, Direction, Part
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.counting import LAYOUT, flops_of
 from preamp.jax.autocasting.lookahead import EXACT, MOVES
@@ -60,7 +60,7 @@ class _Sums:
     lost_share: float = 0.0
     overflowed: int = 0
     breaks: str = ""
-    peak: float = 0.0
+    amax: float = 0.0
 
     def add(self, call: Call, losses: Sequence[Lost], effects: Sequence[Effect], loss: float) -> None:
         error, size, lost_size = (
@@ -74,7 +74,7 @@ class _Sums:
         self.lost_share = max(self.lost_share, lost_size / size if size else 0.0)
         self.overflowed += call.overflowed
         self.breaks = self.breaks or call.breaks
-        self.peak = max(self.peak, *(float(each.peak) for each in losses))
+        self.amax = max(self.amax, *(float(each.amax) for each in losses))
 
 
 def rows_of(
@@ -148,7 +148,7 @@ def _row(key: Key, sums: _Sums, count: int) -> BlameRow:
         lost_share=sums.lost_share,
         overflowed=sums.overflowed,
         breaks=sums.breaks,
-        peak=sums.peak,
+        amax=sums.amax,
         limit=float(jnp.finfo(sums.emulated or stored).max),
         flops=sum(flops_of(_operation(each).equation) for each in sums.calls),
     )

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from preamp.arrays.jax import is_inexact, widen
-from preamp.autocasting.blame import Blame, BlameRow, ranked, with_parameters
 from preamp.autocasting.tables import Casting
+from preamp.blaming.blame import Blame, BlameRow, ranked, with_parameters
 from preamp.checks import positive, shown
 from preamp.errors import UsageError
 from preamp.jax import jaxprs

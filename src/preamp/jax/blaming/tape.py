@@ -401,10 +401,10 @@ class Tape:
         limit = float(jnp.finfo(operation.low or np.float32).max)
         for variable, value in zip(results, exact, strict=True):
             if self._repairs and not np.isfinite(variable.value).all():
-                variable.value, count, peak = repaired(variable.value, value, limit)
+                variable.value, count, amax = repaired(variable.value, value, limit)
                 call.overflowed += int(count)
                 if count and call.is_backward and self._stops:
-                    raise BackwardOverflow(float(peak) / limit)
+                    raise BackwardOverflow(float(amax) / limit)
             call.losses.append(what_is_lost(variable.value, value))
 
     def _remove_nan(self, call: Call, results: Sequence[Variable]) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from preamp.autocasting import tables, tuning
-from preamp.autocasting.blame import Blame
+from preamp.autocasting import tables
 from preamp.autocasting.tables import Casting
-from preamp.autocasting.tuning import Tuning
+from preamp.blaming import tuning
+from preamp.blaming.blame import Blame
+from preamp.blaming.tuning import Tuning
 from preamp.checks import positive, whole
 from preamp.jax.autocasting.names import CAST
 from preamp.jax.blaming.step import rehearsed

@@ -20,9 +20,9 @@ from jax import Array, lax
 from preamp.arrays.jax import global_norm, multiply_by_inverse, widen
 from preamp.errors import UsageError
 from preamp.jax import axes, trees
-from preamp.jax.scaling.lone_devices import warn_of_devices
 from preamp.jax.scaling.measurements import measure
 from preamp.jax.scaling.states import LossScaledState, PendingState, check, locate, pending_in
+from preamp.jax.scaling.unreduced_gradients import warn_of_devices
 from preamp.jax.trees import FlowSlot, is_flow_slot, kind_of
 
 T = TypeVar("T")
@@ -87,12 +87,13 @@ def value_and_grad(
         # Devices with one scale and different gradients hold shards of one model, and agree on the verdict.
         differ = frozenset[Hashable]().union(*map(axes.varying, leaves)) - axes.varying(scale)
         names = tuple(sorted(differ, key=str))
-        measured, size = measure(leaves, scale, loss, names, needs_peak=state.peak is not None)
+        measured, size = measure(leaves, scale, loss, names, needs_amax=state.amax is not None)
         # NaN in every entry: what other code makes of the gradients cannot hide an overflow.
         gradients = rebuild(multiply_by_inverse(leaves, jnp.where(measured.finite, scale, jnp.nan)))
         unit = size.unit / scale.astype(size.unit.dtype)
-        loss, one = cast(Array, measured.loss), jnp.ones_like(measured.loss)
-        pending = PendingState(state, measured.finite, unit, size.ratio, measured.peak, loss, one)
+        loss = cast(Array, measured.loss)
+        one = jnp.ones_like(loss)
+        pending = PendingState(state, measured.finite, unit, size.ratio, measured.amax, loss, one)
         return result, gradients, put(pending)
 
     return call
@@ -107,10 +108,10 @@ def zero_grads(params: T, opt_state: object) -> tuple[T, Any]:
     """
     state, put = locate(opt_state)
     zero, true = jnp.zeros((), jnp.float32), jnp.ones((), bool)
-    peak = None if state.peak is None else zero
+    amax = None if state.amax is None else zero
     zeros = jax.tree.map(jnp.zeros_like, trees.widen(params))
     norm = global_norm(trees.split(zeros)[0])
-    pending = PendingState(check(state), true, norm, norm, peak, zero, zero)
+    pending = PendingState(check(state), true, norm, norm, amax, zero, zero)
     return zeros, put(pending)
 
 
@@ -143,16 +144,16 @@ def accumulate(total: Sequence[Any], new: Sequence[Any]) -> tuple[Any, Any]:
     (gradients, first), (others, second) = total, new
     mine, put = pending_in(first)
     theirs, _ = pending_in(second)
-    peak = mine.peak
-    if peak is not None and theirs.peak is not None:
-        peak = jnp.maximum(peak, theirs.peak)
+    amax = mine.amax
+    if amax is not None and theirs.amax is not None:
+        amax = jnp.maximum(amax, theirs.amax)
     unit = jnp.maximum(mine.unit, theirs.unit)
     whole = jnp.where(unit > 0.0, unit, 1.0)
     both = mine._replace(
         finite=mine.finite & theirs.finite,
         unit=unit,
         ratio=mine.ratio * (mine.unit / whole) + theirs.ratio * (theirs.unit / whole),
-        peak=peak,
+        amax=amax,
         loss=mine.loss + theirs.loss,
         passes=mine.passes + theirs.passes,
     )
@@ -261,7 +262,7 @@ def refuse_stateful(params: object) -> None:
                 "what the loss writes there would be lost, and the optimizer would train them. Write "
                 "graphdef, params, rest = nnx.split(model, nnx.Param, ...), give params and rest to the "
                 "step, and in the loss write model = nnx.merge(graphdef, params, rest, copy=True) and "
-                "return loss, nnx.state(model, nnx.Not(nnx.Param)), with has_aux=True."
+                "return loss, nnx.state(model, nnx.Not(nnx.Param)), with has_state=True."
             )
 
 

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from preamp.arrays import LARGEST_NORM
-from preamp.arrays.jax import Size, global_norm, peak, size_of
+from preamp.arrays.jax import Size, amax, global_norm, size_of
 from preamp.jax import axes
 from preamp.jax.scaling.states import PendingState
 from preamp.scaling import Measured
+
+MOST_SCALE = 2.0**126
 
 
 def measure(
@@ -21,12 +23,12 @@ def measure(
     loss: Array,
     names: tuple[Hashable, ...] = (),
     *,
-    needs_peak: bool,
+    needs_amax: bool,
 ) -> tuple[Measured[Array], Size]:
     """Measure the gradients and the loss of one step, over all devices of the step.
 
     The gradients are finite if all entries are, and stay so when unscaled: a scale of 0 or NaN counts as an
-    overflow.
+    overflow, and so does one whose inverse is subnormal, which XLA flushes to 0.
 
     Args:
         gradients: floating or complex, still scaled. The real and imaginary parts of a complex one are
@@ -34,7 +36,7 @@ def measure(
         scale: the scale that the loss was multiplied by, a float32 scalar.
         loss: the unscaled loss, a float32 scalar.
         names: axes along which devices hold different gradients of the same step.
-        needs_peak: whether to measure the peak, in one more pass over the gradients.
+        needs_amax: whether to measure the amax, in one more pass over the gradients.
 
     Returns:
         The reading, and what clips. The norm is float64 if any gradient is, else float32. The loss is the
@@ -46,8 +48,9 @@ def measure(
         norm, loss = _norm_and_mean(gradients, loss, names)
     else:
         norm = global_norm(gradients, add)
-    size = size_of(gradients, scale, norm, add, lambda peaks: maximum([peaks]))
-    largest = peak(gradients, maximum) if needs_peak else None
+    size = size_of(gradients, scale, norm, add, lambda amaxes: maximum([amaxes]))
+    size = size._replace(finite=size.finite & (scale <= MOST_SCALE))
+    largest = amax(gradients, maximum) if needs_amax else None
     # `shard_map` knows the other axes along which the loss differs, and the step does not.
     apart = tuple(sorted(axes.varying(loss) - axes.varying(size.finite), key=str))  # in one order everywhere
     loss = lax.pmean(loss, apart) if apart else loss + 0.0
@@ -67,7 +70,7 @@ def measure_again(gradients: list[Array], pending: PendingState, loss: Array) ->
     unit, ratio = jnp.where(overflows, unit, 1.0), jnp.where(overflows, ratio, norm)
     norm = jnp.where(overflows, unit * ratio, norm)
     size = Size(finite, norm, jnp.zeros(0), unit, ratio)
-    return Measured(finite, pending.state.policy_state.scale, norm, pending.peak, loss + 0.0), size
+    return Measured(finite, pending.state.policy_state.scale, norm, pending.amax, loss + 0.0), size
 
 
 def _norm_and_mean(gradients: list[Array], loss: Array, names: tuple[Hashable, ...]) -> tuple[Array, Array]:

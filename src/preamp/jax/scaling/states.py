@@ -17,7 +17,7 @@ from preamp.checks import shown
 from preamp.errors import UsageError
 from preamp.guards import Guard
 from preamp.guards.base import leaves_of, map_state
-from preamp.jax.scaling.lone_devices import differing, warn_if_apart
+from preamp.jax.scaling.unreduced_gradients import warn_if_apart
 from preamp.jax.trees import kind_of
 from preamp.policy import Dynamic, Policy
 from preamp.scaling import GuardRecord, ScalerState, Step, given_guard, raise_if_exhausted, to_step
@@ -40,7 +40,7 @@ class LossScaledState(NamedTuple):
         skipped_steps: int32; the number of skipped steps.
         loss: float32; the last unscaled loss, averaged over the devices that take the same step; of several
             backward passes the mean.
-        peak: float32; the largest magnitude among the last scaled gradients; undefined if they were not
+        amax: float32; the largest magnitude among the last scaled gradients; undefined if they were not
             finite. None, which is not a leaf, where the policy does not need it.
         guard: the guard's state, float32 scalars and vectors, and what it decided in the last step. None,
             which is not a leaf, without a guard.
@@ -56,7 +56,7 @@ class LossScaledState(NamedTuple):
     steps: Array
     skipped_steps: Array
     loss: Array
-    peak: Array | None = None
+    amax: Array | None = None
     guard: GuardRecord[Array] | None = None
 
     @property
@@ -82,7 +82,7 @@ class PendingState(NamedTuple):
         unit: float32, or float64 if a gradient is; with `ratio` the global L2 norm of the unscaled gradients,
             also where that overflows.
         ratio: of the same dtype; the norm divided by `unit`.
-        peak: float32; the largest magnitude among the scaled gradients. None where the policy does not need
+        amax: float32; the largest magnitude among the scaled gradients. None where the policy does not need
             it.
         loss: float32; the loss, summed over the passes.
         passes: float32; how many backward passes it stands for: more than one after `accumulate`.
@@ -92,7 +92,7 @@ class PendingState(NamedTuple):
     finite: Array
     unit: Array
     ratio: Array
-    peak: Array | None
+    amax: Array | None
     loss: Array
     passes: Array
 
@@ -123,7 +123,7 @@ GUARD_DTYPES: dict[str, DTypeLike] = {
 """The same for the fields of a guard's record, except its state."""
 
 RESTART = "opt_state = restart_loss_scale(opt_state, policy)"
-RESTARTED = ("policy_state", "exhausted_scale", "exhausted_overflows", "peak")
+RESTARTED = ("policy_state", "exhausted_scale", "exhausted_overflows", "amax")
 
 WHOLE = "Write loss_scaled around the whole optimizer: loss_scaled(optax.chain(...))"
 
@@ -369,13 +369,19 @@ def last_step(opt_state: LossScaledState) -> Step | None:
         UserWarning: if devices of this process have different values of a state that is declared to be equal
             on all of them, because gradients were not averaged over devices. A compiled step cannot warn.
     """
-    _refuse_several(find(opt_state))
+    find(opt_state)
     record = opt_state.scaler_state._asdict()
     policy_state, guard = record.pop("policy_state"), record.pop("guard")
     known = {name: value for name, value in record.items() if value is not None}
     decided = [] if guard is None else [getattr(guard, name) for name in GUARD_DTYPES]
-    loss, *numbers = read([opt_state.loss, *policy_state, *known.values(), *decided])
-    warn_if_apart(_compared(opt_state))
+    *numbers, loss = read([*policy_state, *known.values(), *decided, opt_state.loss])
+    warn_if_apart(
+        {
+            "opt_state.grad_norm": opt_state.grad_norm,
+            "opt_state.policy_state.scale": policy_state.scale,
+            "opt_state.skipped_steps": opt_state.skipped_steps,
+        }
+    )
     count = len(policy_state)
     record |= zip(known, numbers[count:], strict=False)
     if guard is not None:
@@ -384,34 +390,6 @@ def last_step(opt_state: LossScaledState) -> Step | None:
     state: ScalerState[Any, float] = ScalerState(type(policy_state)(*numbers[:count]), **record)
     Dynamic().restore({"scale": state.policy_state.scale})  # raises for what no policy can resume from
     return to_step(state, loss=loss, framework="jax")
-
-
-def _compared(state: LossScaledState) -> dict[str, Any]:
-    """Return the scalars that are equal on all devices that train one model, by name."""
-    return {
-        "opt_state.grad_norm": state.grad_norm,
-        "opt_state.policy_state.scale": state.policy_state.scale,
-        "opt_state.skipped_steps": state.skipped_steps,
-    }
-
-
-def _refuse_several(state: LossScaledState) -> None:
-    """Raise for the state of several devices, and say where they differ."""
-    scale = state.policy_state.scale
-    shape = jnp.shape(scale)
-    if not shape or isinstance(scale, jax.core.Tracer):
-        return
-    message = (
-        f"the loss scale in opt_state is an array of shape {shape}: that of several devices or trainings. "
-        "Write last_step(jax.tree.map(lambda x: x[0], opt_state)) for the first of them."
-    )
-    if found := differing(_compared(state)):
-        message += (
-            f" They differ in {', '.join(found)}. If they are devices that train one model, each has trained "
-            'with its own gradients: write step(loss_fn, optimizer, axis_name="data") and jax.pmap(..., '
-            'axis_name="data").'
-        )
-    raise UsageError(message)
 
 
 def check_exhausted(opt_state: LossScaledState, policy: Policy[Any]) -> None:
@@ -488,8 +466,10 @@ def read(scalars: Sequence[Array]) -> list[float]:
     shape = jnp.shape(scalars[0])
     if shape and not isinstance(scalars[0], jax.core.Tracer):
         raise UsageError(
-            f"the loss scale is an array of shape {shape}: that of several devices or trainings. "
-            "Write jax.tree.map(lambda x: x[0], state) for the first of them."
+            f"the loss scale in opt_state has the shape {shape}: it is that of several devices or trainings. "
+            "Write jax.tree.map(lambda x: x[0], opt_state) for the first of them. If they are devices that "
+            'train one model, write step(loss_fn, optimizer, axis_name="data") and jax.pmap(..., '
+            'axis_name="data"), which average their gradients.'
         )
     return arrays.read(scalars)
 

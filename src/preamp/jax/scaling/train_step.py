@@ -14,10 +14,10 @@ from preamp.checks import shown
 from preamp.errors import UsageError
 from preamp.jax.scaling.deferred_casts import defer_casts
 from preamp.jax.scaling.differentiation import Differentiated, next_scale, refuse_stateful
-from preamp.jax.scaling.lone_devices import warn_of_devices
-from preamp.jax.scaling.model_state import keep_on_skip
+from preamp.jax.scaling.model_state import kept_on_skip, refuse_statistics
 from preamp.jax.scaling.states import LossScaledState, PendingState, states_in
 from preamp.jax.scaling.transformation import Backward, Scaling
+from preamp.jax.scaling.unreduced_gradients import warn_of_devices
 
 Params = TypeVar("Params")
 
@@ -55,18 +55,17 @@ def step(
     optimizer: optax.GradientTransformation,
     has_aux: bool = False,
     axis_name: Hashable = None,
-    keep_state: bool | None = None,
+    has_state: bool = False,
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """Return a training step: ``step(params, opt_state, *args) -> value, params, opt_state``.
 
     With `has_aux` the first is (value, aux). Compile it: ``jax.jit(step, donate_argnums=(0, 1))``. If
     parameters are sharded over explicit axes, make the state with ``jax.jit(optimizer.init)(params)``.
 
-    A model's state, such as the running statistics of a batch norm, goes in as an argument and comes back in
-    aux. On a skipped step it comes back unchanged; otherwise an overflow in the forward pass would leave inf
-    or NaN in it for good. New state is recognized in aux as a dictionary, module or other node with names
-    that has all entries of one argument, or of a part of it, by path and shape. Its other entries, such as
-    metrics, are returned as they were computed. A node that has only some of the entries is an error.
+    The state of a model, such as the running statistics of a batch norm, needs `has_state`: after an overflow
+    in the forward pass inf or NaN would stay in it for good, although the step is skipped. With `has_state`
+    the step is ``step(params, opt_state, state, *args) -> (value, state), params, opt_state``; and
+    ``(value, (state, aux)), ...`` with `has_aux` as well.
 
     Args:
         loss_fn: takes the parameters and the other arguments of the step, by position or by name, and returns
@@ -78,15 +77,14 @@ def step(
         axis_name: the axis of `pmap` or `shard_map` along which devices have different examples, or a tuple
             of them. Value and gradients are averaged over it. ``()`` says that nothing is to be averaged:
             each device trains a model of its own, or the loss function averages the gradients.
-        keep_state: whether state in aux comes back unchanged on a skipped step. None: wherever it is
-            recognized. True: there has to be state, and single entries with the path and shape of an
-            argument's entry are state too. False: aux is what the loss function returned.
+        has_state: whether `loss_fn` takes the model's state after the parameters, and returns
+            ``loss, state``, or ``loss, (state, aux)`` with `has_aux`. On a skipped step the state comes back
+            as it was.
 
     Raises:
-        UsageError: as `value_and_grad` and `apply_gradients` do; for parameters without a gradient; for state
-            in aux that could belong to several arguments, or that has only some entries of one; for running
-            statistics of a batch norm in aux that are not those of an argument; and for
-            `keep_state=True` without any state.
+        UsageError: as `value_and_grad` and `apply_gradients` do; for parameters without a gradient; for a new
+            state that has another structure or other shapes than the old one; and for running statistics of a
+            batch norm in aux.
 
     Warns:
         UserWarning: when it is traced without `axis_name` in `pmap` or in `shard_map` with
@@ -106,8 +104,7 @@ def step(
     (inf, 0.5, 32768.0)
     """
     scaling = _scaling(optimizer)
-    differentiate = Differentiated(loss_fn, 0, has_aux, axis_name)
-    _check_keep_state(keep_state, has_aux)
+    differentiate = Differentiated(loss_fn, 0, has_aux or has_state, axis_name)
 
     def train(
         params: Params, opt_state: LossScaledState, *args: object, **kwargs: object
@@ -121,15 +118,20 @@ def step(
             result, scaled, finish = defer_casts(lambda: differentiate(scale, fast, *args, **kwargs))
         else:
             result, scaled = differentiate(scale, fast, *args, **kwargs)
-        value = result[0] if has_aux else result
+        aux: Any = None
+        value, aux = result if has_aux or has_state else (result, aux)
         if axis_name is None:
             warn_of_devices(value, scaled, "step(loss_fn, optimizer", scaling.names)
         extra = {"value": value, "value_fn": differentiate.of_params(scale, args, kwargs)}
         backward = Backward(scaled, scale, jnp.asarray(value, jnp.float32), finish)
         params, opt_state = scaling.apply(backward, opt_state, params, extra)
-        if has_aux and keep_state is not False:
-            aux = keep_on_skip(result[1], opt_state.taken, args, kwargs, required=keep_state is True)
-            result = value, aux
+        if has_state and has_aux:
+            state, aux = aux
+            result = value, (kept_on_skip(opt_state.taken, state, args), aux)
+        elif has_state:
+            result = value, kept_on_skip(opt_state.taken, aux, args)
+        if has_aux:
+            refuse_statistics(aux, (args, kwargs))
         return result, params, opt_state
 
     return train
@@ -151,18 +153,6 @@ def _scaling(optimizer: object) -> Scaling:
             "or loss_scaled(optax.MultiSteps(inner, k))."
         )
     return scaling
-
-
-def _check_keep_state(keep_state: object, has_aux: bool) -> None:
-    if keep_state is not None and not isinstance(keep_state, bool):
-        raise UsageError(
-            f"keep_state={keep_state!r:.60} is not a boolean. Write keep_state=True, or leave it out."
-        )
-    if keep_state and not has_aux:
-        raise UsageError(
-            "keep_state=True, but without has_aux=True the loss function returns no state. Write return "
-            "loss, state and step(loss_fn, optimizer, has_aux=True)."
-        )
 
 
 def _check_params(params: object) -> None:

@@ -215,7 +215,7 @@ class Scaling:
         pending, _ = pending_in(opt_state)
         state = self.check_state(pending.state)
         check_gradients(gradients, params)
-        loss = pending.loss / pending.passes
+        loss = pending.loss / jnp.maximum(pending.passes, 1.0)  # 0 passes: `zero_grads` alone
         return Backward(gradients, jnp.ones((), jnp.float32), loss, pending=pending), state
 
     def _skipped_updates(
@@ -318,19 +318,19 @@ class Scaling:
         else:
             if pending is not None:  # NaN as one more entry: devices with other parameters agree
                 entries = [*gradients, jnp.where(pending.finite, 0.0, jnp.nan)]
-            needs_peak = self.policy.needs_peak and pending is None
-            measured, size = measure(entries, backward.divisor, backward.loss, names, needs_peak=needs_peak)
-        norm, peak = size.norm.astype(jnp.float32), measured.peak
+            needs_amax = self.policy.needs_amax and pending is None
+            measured, size = measure(entries, backward.divisor, backward.loss, names, needs_amax=needs_amax)
+        norm, amax = size.norm.astype(jnp.float32), measured.amax
         if pending is not None:
-            if names and pending.peak is not None:
-                peak = axes.max_over(names, [pending.peak])
+            if names and pending.amax is not None:
+                amax = axes.max_over(names, [pending.amax])
             # From before other code has clipped. Of a sum only its own norm is known, and where devices may
             # have averaged by hand.
             if not (names or axes.unchecked()):
                 norm = jnp.where(pending.passes > 1, norm, pending.grad_norm)
         # The state's scalars are copies, since donated buffers must not alias.
         scale = state.policy_state.scale + 0.0
-        return measured._replace(scale=scale, grad_norm=norm, peak=peak), size
+        return measured._replace(scale=scale, grad_norm=norm, amax=amax), size
 
     def _inner_update(
         self, gradients: object, inner_state: object, params: object, extra: dict[str, object]
@@ -372,7 +372,7 @@ class Scaling:
         """Return a state after checking that optimizer, policy and dtypes are those of this object."""
         state = check(state)
         self._check_guard(state)
-        if (state.peak is not None) != self.policy.needs_peak or type(state.policy_state) is not type(
+        if (state.amax is not None) != self.policy.needs_amax or type(state.policy_state) is not type(
             self.policy.start()
         ):
             raise UsageError(

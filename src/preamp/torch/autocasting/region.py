@@ -35,8 +35,8 @@ from preamp.errors import UsageError
 from preamp.torch.autocasting import modes, modules, operators, rules
 from preamp.torch.autocasting.generators import is_stepwise, wrap
 from preamp.torch.autocasting.modes import EditMode
+from preamp.torch.autocasting.unscaled import watch
 from preamp.torch.autocasting.weight_cache import Claim
-from preamp.torch.scaling.unscaled import watch
 
 if TYPE_CHECKING:
     from preamp.autocasting.report import CastReport

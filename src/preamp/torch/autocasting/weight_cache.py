@@ -32,8 +32,8 @@ from preamp.arrays.torch_compat import (
     outside_of_graphs,
     untraced,
 )
+from preamp.torch.autocasting.unscaled import PRE_HOOKS, watch
 from preamp.torch.scaling.optimizers import OptimizerLike
-from preamp.torch.scaling.unscaled import PRE_HOOKS, watch
 
 _cache = threading.Lock()
 _holder: int | None = None  # the thread that uses the cache

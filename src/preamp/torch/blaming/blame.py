@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from preamp.arrays import torch_compat as compat
-from preamp.autocasting.blame import Blame, BlameRow, ranked, with_parameters
 from preamp.autocasting.tables import Casting
+from preamp.blaming.blame import Blame, BlameRow, ranked, with_parameters
 from preamp.checks import positive, shown, whole
 from preamp.errors import CastingError, UsageError
 from preamp.torch.autocasting.region import autocast
 from preamp.torch.autocasting.rules import EMULATED, FLOAT8
+from preamp.torch.autocasting.unscaled import watch
 from preamp.torch.autocasting.weight_cache import summed_low
 from preamp.torch.blaming.calls import LOW
 from preamp.torch.blaming.nonfinite import Search, what_is_in
@@ -28,7 +29,6 @@ from preamp.torch.blaming.tallies import TINY, Place, norm_of
 from preamp.torch.nested import how_to_write
 from preamp.torch.running_modules import RunningModules
 from preamp.torch.scaling.grad_scaler import GradScaler
-from preamp.torch.scaling.unscaled import watch
 
 FIRST_SCALE = 2.0**16  # with which dynamic loss scaling starts
 REPAIRED = (
@@ -138,7 +138,7 @@ class Step:
             high = [row for row in found.rows if row.direction == "backward" and row.overflowed]
             if not looks or not high:
                 break
-            scale *= min(0.5, 2.0 ** -math.ceil(math.log2(max(row.peak / row.limit for row in high))))
+            scale *= min(0.5, 2.0 ** -math.ceil(math.log2(max(row.amax / row.limit for row in high))))
             found = self._run_with(casting, scale)
         lowered = f"The loss scale is {scale:g}: gradients overflow with {first:g}."
         return replace(found, notes=(*self._notes(), *([lowered] if scale != first else []), *found.notes))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from preamp.autocasting import tables
-from preamp.autocasting.blame import Part
+from preamp.blaming.blame import Part
 from preamp.torch.autocasting import operators, rules
 
 

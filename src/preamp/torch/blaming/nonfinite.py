@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from preamp.torch.blaming.calls import raised
 from preamp.torch.blaming.saved import memory_of
-from preamp.torch.blaming.tallies import Place, peak_of
+from preamp.torch.blaming.tallies import Place, amax_of
 
 # What an inf that the program itself writes, such as that of a mask, is written with.
 WRITING = ("fill", "full", "full_like", "index_fill", "masked_fill", "new_full", "setitem", "where")
@@ -184,5 +184,5 @@ def what_is_in(x: Tensor | None) -> str:
     """Return "NaN" or "inf" if a tensor has one, else ""."""
     if x is None:
         return ""
-    peak = peak_of(x.to_dense() if x.is_sparse else x)
-    return "NaN" if math.isnan(peak) else "inf" if math.isinf(peak) else ""
+    amax = amax_of(x.to_dense() if x.is_sparse else x)
+    return "NaN" if math.isnan(amax) else "inf" if math.isinf(amax) else ""

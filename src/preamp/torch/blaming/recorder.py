@@ -33,10 +33,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import preamp
 from preamp.arrays import torch_compat as compat
-from preamp.autocasting.blame import ITSELF, MODEL
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.report import place as in_words
 from preamp.autocasting.tables import DEFAULT
+from preamp.blaming.blame import ITSELF, MODEL
 from preamp.errors import UsageError
 from preamp.torch.autocasting import modes, operators, rules
 from preamp.torch.autocasting.modes import TorchAutocast

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from preamp.autocasting.blame import BlameRow, Direction
+from preamp.blaming.blame import BlameRow, Direction
 from preamp.torch.blaming.calls import part_of
 
 TINY = 1e-38
@@ -52,7 +52,7 @@ class Tally:
     lost: int = 0
     lost_share: float = 0.0
     overflowed: int = 0
-    peak: float = 0.0
+    amax: float = 0.0
     flops: int = 0
     breaks: str = ""
 
@@ -70,7 +70,7 @@ class Tally:
         self.lost += errors.lost
         self.lost_share = max(self.lost_share, errors.lost_share - inherited)
         self.overflowed += errors.overflowed
-        self.peak = max(self.peak, errors.peak * scale)
+        self.amax = max(self.amax, errors.amax * scale)
 
     def add_effect(self, *factors: Tensor, scale: float = 1.0) -> None:
         """Add what each value of a tensor changes the gradients by, in the direction of the noise.
@@ -133,7 +133,7 @@ class Errors:
     lost: int
     lost_share: float
     overflowed: int
-    peak: float
+    amax: float
 
     @classmethod
     def between(cls, low: Tensor, reference: Tensor, limit: float, exact: Tensor | None = None) -> Errors:
@@ -146,9 +146,9 @@ class Errors:
             exact: the tensor in the step in float32, where it is known. Where it is finite, low should be,
                 too: a logarithm of what was lost to zero is not finite in float32 either, and no overflow.
         """
-        peak, highest = peak_of(reference), peak_of(low)
+        amax, highest = amax_of(reference), amax_of(low)
         bad, repaired, known, delta = None, low, reference, low - reference
-        if not math.isfinite(peak) or not math.isfinite(highest):
+        if not math.isfinite(amax) or not math.isfinite(highest):
             finite = reference.isfinite()
             wrong, instead = ~low.isfinite() & finite, reference
             if exact is not None:
@@ -161,7 +161,7 @@ class Errors:
             repaired = torch.where(wrong, instead, low)
             known = torch.where(finite, reference, 0.0)
             delta = torch.where(finite & repaired.isfinite(), repaired - reference, 0.0)
-            peak = peak_of(known)
+            amax = amax_of(known)
         error, norm, lost, gone = norm_of(delta), norm_of(known), 0, 0.0
         if low.count_nonzero() < low.numel():
             is_lost = (low == 0) & (known != 0)
@@ -177,11 +177,11 @@ class Errors:
             lost,
             gone / max(norm, TINY),
             0 if bad is None else int((bad & finite).sum()),
-            peak,
+            amax,
         )
 
 
-def peak_of(x: Tensor) -> float:
+def amax_of(x: Tensor) -> float:
     """Return the largest magnitude, NaN where there is one; 0 of no values."""
     if not x.numel():
         return 0.0

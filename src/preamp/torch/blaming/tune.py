@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from preamp.autocasting import tuning
 from preamp.autocasting.tables import Casting
-from preamp.autocasting.tuning import Tuning
+from preamp.blaming import tuning
+from preamp.blaming.tuning import Tuning
 from preamp.checks import positive, whole
 from preamp.errors import CastingError
 from preamp.torch.autocasting import operators

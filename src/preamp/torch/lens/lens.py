@@ -313,7 +313,7 @@ def _is_inside() -> bool:
 
 def _has_skipped(scaler: torch.amp.GradScaler | None) -> bool:
     """Return whether the latest step was skipped; False if that is only known on the device."""
-    return isinstance(scaler, GradScaler) and not scaler._loss_scale.on_device and scaler._has_skipped()
+    return isinstance(scaler, GradScaler) and scaler.has_skipped(read=False)
 
 
 def _check_model(model: object) -> None:

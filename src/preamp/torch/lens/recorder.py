@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from preamp.arrays.torch_compat import tree_leaves
 from preamp.record.exponents import BANDS
 from preamp.record.snapshots import Kind, Snapshot, SnapshotRow
-from preamp.torch.lens import exponents
+from preamp.torch.lens import histograms
 
 
 class _Known(NamedTuple):
@@ -25,7 +25,7 @@ class _Known(NamedTuple):
 
     tensor: weakref.ref[Tensor]
     version: int | None
-    counts: exponents.Counts
+    counts: histograms.Counts
 
     def is_still(self, tensor: Tensor) -> bool:
         return self.tensor() is tensor and self.version == _version(tensor)
@@ -49,7 +49,7 @@ class PassRecorder:
     ) -> None:
         self._modules = {id(module): name for name, module in model.named_modules()}
         self._model, self._scaler, self._activations = model, scaler, activations
-        self._counts: dict[tuple[str, Kind, torch.dtype], exponents.Counts] = {}
+        self._counts: dict[tuple[str, Kind, torch.dtype], histograms.Counts] = {}
         self._known: dict[int, _Known] = {}  # an output is not counted again as the input of the next module
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
         self._with_weights: tuple[set[str], set[int]] = set(), set()  # modules by name, and parameters by id
@@ -98,7 +98,7 @@ class PassRecorder:
         """Read all counts, in one transfer."""
         numbers = self._scale, self._index
         tensors = [number for number in numbers if isinstance(number, Tensor)]
-        measured, on_host = exponents.read(list(self._counts.values()), tensors)
+        measured, on_host = histograms.read(list(self._counts.values()), tensors)
         rest = iter(on_host)
         scale, index = (next(rest) if isinstance(number, Tensor) else number for number in numbers)
         rows = [
@@ -171,14 +171,14 @@ class PassRecorder:
 
     def _add(self, name: str, what: Kind, tensor: Tensor) -> None:
         key = name, what, tensor.dtype
-        counts = self._count(tensor) if what in ("input", "activation") else exponents.count(tensor)
-        self._counts[key] = exponents.add(self._counts[key], counts) if key in self._counts else counts
+        counts = self._count(tensor) if what in ("input", "activation") else histograms.count(tensor)
+        self._counts[key] = histograms.add(self._counts[key], counts) if key in self._counts else counts
 
-    def _count(self, tensor: Tensor) -> exponents.Counts:
+    def _count(self, tensor: Tensor) -> histograms.Counts:
         """Count a tensor, unless that was done already: most inputs are outputs of another module."""
         known = self._known.get(id(tensor))
         if known is None or not known.is_still(tensor):
-            known = _Known(weakref.ref(tensor), _version(tensor), exponents.count(tensor))
+            known = _Known(weakref.ref(tensor), _version(tensor), histograms.count(tensor))
             self._known[id(tensor)] = known
         return known.counts
 
@@ -195,7 +195,7 @@ class PassRecorder:
         scaler = self._scaler
         if scaler is not None and scaler.is_enabled() and scaler._scale is not None:
             self._scale = scaler._scale.clone()
-        index = getattr(scaler, "_steps", self._index)
+        index = getattr(scaler, "steps", self._index)
         self._index = index.clone() if isinstance(index, Tensor) else index
 
 

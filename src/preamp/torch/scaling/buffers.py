@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,35 @@ class Buffers:
         self._find()
         if restores:
             self.keep()  # the first step may be skipped
+
+    @classmethod
+    def of(cls, model: Any, *, restores: bool, capturable: bool) -> Buffers | None:
+        """Return the buffers to check, or None without a model."""
+        if restores and model is None:
+            raise PolicyError(
+                "restore_buffers=True needs the model whose buffers they are. Write model=model, too."
+            )
+        if restores and capturable:
+            raise PolicyError(
+                "restore_buffers=True reads whether a step was skipped, and capturable=True reads nothing. "
+                "Write only one of them."
+            )
+        return None if model is None else cls(model, restores=restores)
+
+    def after(self, taken: list[Any]) -> Callable[[], Ruined]:
+        """Return a callable that names the buffers that are not finite; restore or keep them if asked to.
+
+        Args:
+            taken: whether each optimizer's step was taken.
+        """
+        if any([isinstance(one, Tensor) for one in taken]):
+            return self.ruined  # when it is asked for
+        if all(taken):
+            if self.restores:
+                self.keep()
+            return Ruined
+        ruined = self.ruined()
+        return lambda: ruined
 
     def ruined(self) -> Ruined:
         """Return which buffers hold inf or NaN, and put the copies back, if they are kept.

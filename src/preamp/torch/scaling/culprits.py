@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from preamp.torch.scaling.optimizers import OptimizerLike, parameters_of
 
@@ -49,35 +49,35 @@ def names(optimizer: OptimizerLike, model: nn.Module | None = None) -> dict[int,
 
 
 def culprits(
-    named: dict[int, str], parameters: Sequence[Tensor], sizes: Iterable[float], order: dict[int, int]
+    named: dict[int, str], ids: Sequence[int], sizes: Iterable[float], order: dict[int, int]
 ) -> Culprits:
     """Return the parameters whose gradients are not finite, first in backward order.
 
     Args:
         named: what `names` returned.
-        parameters: those that have a gradient.
-        sizes: the norm or peak of each of these gradients.
+        ids: of the parameters that have a gradient.
+        sizes: the norm or amax of each of these gradients.
         order: when backward reaches a parameter, by its `id`, from `backward_order`. Parameters that are
             not in it come after the others, last one first.
     """
     found = [index for index, size in enumerate(sizes) if not math.isfinite(size)]
-    found.sort(key=lambda index: (order.get(id(parameters[index]), len(order)), -index))
-    listed = tuple(named[id(parameters[index])] for index in found)
-    is_known = len(found) == 1 or all(id(parameters[index]) in order for index in found)
+    found.sort(key=lambda index: (order.get(ids[index], len(order)), -index))
+    listed = tuple(named[ids[index]] for index in found)
+    is_known = len(found) == 1 or all(ids[index] in order for index in found)
     return Culprits(listed, listed[:1] if is_known else ())
 
 
-def largest(named: dict[int, str], parameters: Sequence[Tensor], sizes: Iterable[float]) -> Culprits:
+def largest(named: dict[int, str], ids: Sequence[int], sizes: Iterable[float]) -> Culprits:
     """Return the parameters with the largest shares of the norm, largest first.
 
     They make up half of the squared norm together, and are at most three.
 
     Args:
         named: what `names` returned.
-        parameters: those that have a gradient.
+        ids: of the parameters that have a gradient.
         sizes: the norm of each of these gradients, all finite.
     """
-    listed = [named[id(parameter)] for parameter in parameters]
+    listed = [named[one] for one in ids]
     return Culprits(largest_of(listed, [size * size for size in sizes]))
 
 

@@ -11,22 +11,21 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from preamp.arrays.torch_devices import widest
 from preamp.checks import level_of_caller, shown
-from preamp.errors import PolicyError, UsageError
+from preamp.errors import PolicyError
 from preamp.guards import Guard
 from preamp.guards.base import dump_state, map_state
 from preamp.guards.skips import SkipsInARow
-from preamp.policy import choose
+from preamp.policy import Where, choose
 from preamp.scaling import GuardRecord, Measured, judge
-from preamp.torch.scaling.gradient_stats import Losses, MeasuredGradients, Number, UnreadLoss
+from preamp.torch.scaling.measure import read_measured
 from preamp.torch.scaling.ranks import number_of_ranks
+from preamp.torch.scaling.scaled import SCALES, Losses, loss_and_count, loss_of, mean_over_ranks
 
 TO_RESTART = "To start the guard again, write del state_dict['preamp_state']['guard'] before load_state_dict."
 
@@ -43,8 +42,8 @@ def has_guard(state_dict: object) -> bool:
     return isinstance(ours, Mapping) and bool(ours.get("guard"))
 
 
-class Size(NamedTuple):
-    """What an optimizer is recognized by in a checkpoint.
+class Fingerprint(NamedTuple):
+    """The fingerprint by which a checkpoint's states are matched to optimizers.
 
     Attributes:
         tensors: how many parameters it has.
@@ -55,7 +54,7 @@ class Size(NamedTuple):
     entries: int
 
     @classmethod
-    def of(cls, optimizer: Any) -> Size:
+    def of(cls, optimizer: Any) -> Fingerprint:
         """Return the size of an optimizer."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return cls(len(parameters), sum(parameter.numel() for parameter in parameters))
@@ -74,7 +73,7 @@ class Track:
     """
 
     state: Any
-    size: Size
+    size: Fingerprint
     after: GuardRecord[Any] | None = None
     finite: bool | Tensor = True
     optimizer: weakref.ref[Any] | None = None
@@ -99,31 +98,55 @@ class Guarding:
         return {**self.__dict__, "_tracks": {}, "_saved": self._on_host()}
 
     @torch.no_grad()
-    def judge(self, optimizer: object, measured: MeasuredGradients, loss: Number | None) -> GuardRecord[Any]:
+    def judge(self, optimizer: object, measured: Measured[Any]) -> GuardRecord[Any]:
         """Return what the guard decides about an optimizer's step. `commit` makes it remember the step.
 
         Args:
             optimizer: whose step it is.
-            measured: what was found in its gradients, in Python numbers or in tensors.
-            loss: the mean over ranks; None for a guard that does not use it.
+            measured: what was found in its gradients, in Python numbers or in tensors, and the mean loss over
+                ranks.
         """
         if id(optimizer) not in self._tracks:
             self._begin(optimizer)
-        track = self._tracks[id(optimizer)]
-        norm = None if measured.norm is None else measured.norm / measured.divisor
-        finite = measured.finite
-        if isinstance(finite, Tensor):
-            track.state = _to_device(track.state, finite.device)
-            loss, norm = [_here(one, finite.device) for one in (loss, norm)]
-            where: Any = torch.where
+        track, where = self._tracks[id(optimizer)], cast(Where, choose)
+        device = measured.finite.device if isinstance(measured.finite, Tensor) else None
+        track.state = _moved(track.state, device)
+        if device is None:
+            measured = read_measured(measured)
         else:
-            track.state = _to_host(track.state)
-            loss, norm = [None if one is None else float(one) for one in (loss, norm)]
-            where = choose
-        one = Measured(finite, measured.scale, norm, loss=loss)
-        track.after = record = judge(self.guard, track.state, one, where)
-        track.finite = finite
+            where = torch.where
+            measured = measured._replace(
+                grad_norm=_here(measured.grad_norm, device), loss=_here(measured.loss, device)
+            )
+        track.after = record = judge(self.guard, track.state, measured, where)
+        track.finite = measured.finite
         return record
+
+    @torch.no_grad()
+    def loss(
+        self, losses: Losses, device: torch.device, *, joins: bool, may_lack: bool, on_host: bool
+    ) -> tuple[Any, Tensor | None]:
+        """Return the mean loss over ranks or, if it is to join a sum over ranks, its addends.
+
+        It joins where the ranks of the gradients are those of the loss. Ranks that hold copies of a model see
+        other losses, and have to make the same decision: then the loss has an all-reduce of its own.
+
+        Args:
+            losses: those that were scaled on this rank.
+            device: where the ranks meet.
+            joins: whether there is such a sum.
+            may_lack: whether other ranks may be those that have a loss.
+            on_host: whether the host may synchronize.
+        """
+        if not self.uses_loss:
+            return None, None
+        if on_host:
+            losses.read()
+        lacks = may_lack and number_of_ranks(self.loss_group) > 1
+        loss = loss_of(losses, SCALES, self.guard, may_lack=lacks)
+        if joins:
+            return None, loss_and_count(loss, device)
+        return mean_over_ranks(loss, device, self.loss_group), None
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -170,7 +193,7 @@ class Guarding:
             restored = list(map(self.guard.restore, states))
         except PolicyError as error:
             raise PolicyError(f"{error} {TO_RESTART}") from None
-        return [Track(state, Size(*size)) for state, size in zip(restored, sizes, strict=True)]
+        return [Track(state, Fingerprint(*size)) for state, size in zip(restored, sizes, strict=True)]
 
     def load(self, saved: list[Track]) -> None:
         """Resume from what `check` returned.
@@ -186,12 +209,12 @@ class Guarding:
             if leaf is None:
                 track.state = state
             else:
-                _write(track.state, _to_device(state, leaf.device))
+                _write(track.state, _moved(state, leaf.device))
             track.after = None
 
     def _begin(self, optimizer: Any) -> None:
         """Begin to remember an optimizer that takes its first step, with what a checkpoint holds of it."""
-        size = Size.of(optimizer)
+        size = Fingerprint.of(optimizer)
         found = self._claimed(size)
         track = Track(self.guard.start() if found is None else found.state, size)
         self._tracks[id(optimizer)] = track
@@ -200,7 +223,7 @@ class Guarding:
                 forget = partial(_forget, self._tracks, id(optimizer))
                 track.optimizer = weakref.ref(optimizer, forget)  # another object may get its id
 
-    def _claimed(self, size: Size) -> Track | None:
+    def _claimed(self, size: Fingerprint) -> Track | None:
         """Return the saved state of an optimizer of some size; None if there is none."""
         if not self._saved:
             return None
@@ -227,65 +250,7 @@ class Guarding:
 
     def _on_host(self) -> list[Track]:
         tracks = [*self._tracks.values(), *self._saved]
-        return [Track(_to_host(track.state), track.size) for track in tracks]
-
-
-def loss_of(losses: Losses, how_to_scale: str, guard: Guard[Any], *, may_lack: bool) -> Number | None:
-    """Return the loss of this rank for a guard, not copied to the host if it is on a device.
-
-    Args:
-        losses: those that were scaled since the last update.
-        how_to_scale: what the user of this scaler writes.
-        guard: that uses it.
-        may_lack: whether other ranks may be those that have a loss, as for a pipeline's first stages.
-
-    Raises:
-        UsageError: if it is not known.
-    """
-    known = losses.sum
-    if torch.compiler.is_compiling() or losses.in_graphs is not None:
-        inside = losses.in_graphs
-        if isinstance(known, UnreadLoss):  # scaled in eager code; writes to it cannot be noticed here
-            eager = known.tensor.detach().view(())
-            return eager if inside is None else eager + inside
-        if inside is not None:
-            return inside
-    if isinstance(known, UnreadLoss):
-        if known.is_unchanged():
-            return known.tensor.detach().view(())
-    elif known is not None or (may_lack and losses.is_none):
-        return known
-    raise UsageError(
-        f"{guard!r} needs the loss, which is not known: it is known if every {how_to_scale} of this step was "
-        "given a single number in eager code, and the tensor was not changed in place since. Write a guard "
-        'that needs only the norm of the gradients: SpikeGuard(watch="grad_norm").'
-    )
-
-
-def mean_over_ranks(loss: Number | None, device: torch.device, group: Any = None) -> Number:
-    """Return the mean of a loss over all ranks that have one, in one all-reduce.
-
-    Args:
-        loss: of this rank; None where it has none.
-        device: where the ranks meet.
-        group: the ranks; None for all.
-    """
-    if number_of_ranks(group) == 1:
-        assert loss is not None  # `loss_of` has seen to it
-        return loss
-    pair = loss_and_count(loss, device)
-    dist.all_reduce(pair, group=group)
-    mean = pair[0] / pair[1]
-    return mean if isinstance(loss, Tensor) else float(mean)
-
-
-def loss_and_count(loss: Number | None, device: torch.device) -> Tensor:
-    """Return what ranks add up: the loss, 0 where there is none, and how many there are."""
-    dtype = widest(device)
-    if isinstance(loss, Tensor):
-        value = loss.to(device, dtype)
-        return torch.stack([value, torch.ones_like(value)])
-    return torch.tensor([0.0, 0.0] if loss is None else [loss, 1.0], dtype=dtype, device=device)
+        return [Track(_moved(track.state, None), track.size) for track in tracks]
 
 
 def _forget(tracks: dict[int, Track], key: int, _: object) -> None:
@@ -298,23 +263,21 @@ def _write(state: Any, new: Any) -> None:
         old.copy_(leaf)
 
 
-def _to_host(state: Any) -> Any:
-    if not any(isinstance(leaf, Tensor) for leaf in _leaves(state)):
+def _moved(state: Any, device: torch.device | None) -> Any:
+    """Return a state in float32 tensors on a device or, for None, in Python numbers."""
+    found = _leaves(state)
+    if device is None:
+        return map_state(_read, state) if any(isinstance(leaf, Tensor) for leaf in found) else state
+    if all(isinstance(leaf, Tensor) for leaf in found):
         return state
-    return map_state(_read, state)
+    return map_state(lambda leaf: torch.tensor(leaf, dtype=torch.float32, device=device), state)
 
 
 def _read(leaf: Tensor) -> Any:
     return tuple(leaf.tolist()) if leaf.dim() else leaf.item()
 
 
-def _to_device(state: Any, device: torch.device) -> Any:
-    if all(isinstance(leaf, Tensor) for leaf in _leaves(state)):
-        return state
-    return map_state(lambda leaf: torch.tensor(leaf, dtype=torch.float32, device=device), state)
-
-
-def _here(number: Number | None, device: torch.device) -> Tensor | None:
+def _here(number: Any, device: torch.device) -> Tensor | None:
     if number is None:
         return None
     if not isinstance(number, Tensor):

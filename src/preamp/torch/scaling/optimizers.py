@@ -36,19 +36,22 @@ def is_of_torch(optimizer: object) -> bool:
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
-def begins_with_garbage(optimizer: OptimizerLike) -> bool:
+def uninitialized_on_skip(optimizer: OptimizerLike) -> bool:
     """Return whether a step that `found_inf` stops would leave memory that nobody wrote in the state.
 
     The fused SGD's first step with momentum does: its kernel is to fill the new buffers, and does not.
     """
-    return isinstance(optimizer, torch.optim.SGD) and any(
-        group["momentum"] != 0
-        and all(optimizer.state.get(p, {}).get("momentum_buffer") is None for p in group["params"])
-        for group in optimizer.param_groups
-    )
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    for group in optimizer.param_groups:
+        present = [p for p in group["params"] if p.grad is not None]
+        buffers = [optimizer.state.get(p, {}).get("momentum_buffer") for p in present]
+        if group["momentum"] != 0 and present and all([buffer is None for buffer in buffers]):
+            return True
+    return False
 
 
-def evaluates_often(optimizer: OptimizerLike) -> bool:
+def may_reevaluate_closure(optimizer: OptimizerLike) -> bool:
     """Return whether `step` may move parameters and evaluate its closure again after that."""
     return not is_of_torch(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
 

@@ -1,7 +1,7 @@
 """Agreement of ranks on what they measured, before any of them decides.
 
 One sum over ranks carries two numbers: how many ranks found a gradient that is not finite, and their shares
-of the squared norm; for a policy that needs the peak, that as well (`gradient_stats.packed`).
+of the squared norm; for a policy that needs the amax, that as well (`measure.packed`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Agreement:
             its methods `rank()`, `size()` and `allreduce(tensors, options)`. None: gradients are the same on
             all ranks, as with DDP, or they are DTensors, which have their mesh.
         reduce: called with a float64 tensor of shape [2] (ranks that overflowed, squared norm of unscaled
-            gradients); sums it over ranks in place, or returns the sum. For a policy that needs the peak the
+            gradients); sums it over ranks in place, or returns the sum. For a policy that needs the amax the
             shape is [280]: then come 278 bins, one for each binary exponent of float32 from -149 to 128, with
-            a one for this rank's peak.
+            a one for this rank's amax.
             On a device without float64, such as MPS, it is float32, and the squared norm of the same
             gradients times 2**-80 follows the first two numbers.
 
@@ -86,7 +86,7 @@ class Agreement:
         if self.process_group is not None:
             dist.all_reduce(readings, group=None if _is_world(self.process_group) else self.process_group)
             return readings
-        for mesh in meshes:  # of several, the flag and the peak are right, the norm is not: see `refuse_norm`
+        for mesh in meshes:  # of several, the flag and the amax are right, the norm is not: see `refuse_norm`
             readings = readings.to(mesh.device_type)
             for dimension in range(mesh.ndim):
                 dist.all_reduce(readings, group=mesh.get_group(dimension))

@@ -25,6 +25,8 @@ class ShardedGradScaler(GradScaler):
         **options: the further arguments of `GradScaler`.
     """
 
+    every_rank_scales = True  # each has the whole model
+
     def __init__(
         self,
         device: str = "cuda",
@@ -48,6 +50,3 @@ class ShardedGradScaler(GradScaler):
             process_group=group,
             **options,
         )
-
-    def _loss_is_elsewhere(self) -> bool:
-        return False  # every rank has the whole model, and scales its own loss

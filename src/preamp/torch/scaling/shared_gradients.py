@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from preamp.arrays.torch import Gradients, Stamp, multiply_
-from preamp.torch.scaling.gradient_stats import MeasuredGradients
+from preamp.torch.scaling.measure import OptimizerState
 from preamp.torch.scaling.optimizers import OptimizerLike, parameters_of
 
 
@@ -28,12 +28,12 @@ class AlreadyUnscaled:
         self.only_owner: int | None = None
         self._owners: set[int] = set()
         # By the parameter's id: the gradient's stamp and, where a fused kernel decided, by what.
-        self.unscaled: dict[int, tuple[Stamp, MeasuredGradients | None]] = {}
+        self.unscaled: dict[int, tuple[Stamp, OptimizerState | None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"only_owner": None, "_owners": set(), "unscaled": {}}  # ids mean nothing elsewhere
 
-    def mark(self, optimizer: OptimizerLike, decided: MeasuredGradients | None = None) -> None:
+    def mark(self, optimizer: OptimizerLike, decided: OptimizerState | None = None) -> None:
         """Remember the gradients of an optimizer, unless it is the only one.
 
         Args:
@@ -60,7 +60,7 @@ class AlreadyUnscaled:
             return False
         _, decided = self.unscaled[id(parameter)]
         if decided is not None:
-            finite, divisor = torch.as_tensor(decided.finite), torch.as_tensor(decided.divisor)
+            finite, divisor = torch.as_tensor(decided.taken), torch.as_tensor(decided.divisor)
             multiply_([tensor], torch.where(finite, 1.0, divisor.reciprocal()))
         return True
 

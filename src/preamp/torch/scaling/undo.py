@@ -16,7 +16,7 @@ from torch import Tensor
 from preamp.errors import UsageError
 from preamp.torch.scaling.optimizers import OptimizerLike, is_of_torch, parameters_of
 
-# What the state that an optimizer makes at its first step starts from; everything else starts as it is.
+# Initial state values that a step on zeros leaves wrong.
 FIRST = {"step": 0.0, "mu_product": 1.0}
 STATELESS = "_preamp_stateless"  # on an optimizer: the numbers of the groups that make no state
 
@@ -72,6 +72,19 @@ def init_optimizer_state(optimizer: OptimizerLike, *, fused: bool) -> None:
     late = _without_state(optimizer)
     if not late:
         return
+    _refuse_unknown_state(optimizer, fused=fused)
+    _step_on_zeros(optimizer, late)
+    for parameter, group in late.items():
+        state = optimizer.state.get(parameter, {})
+        for name, first in {**FIRST, "eta": group["lr"]}.items():
+            if isinstance(state.get(name), Tensor):
+                state[name].fill_(first)
+    rest = _without_state(optimizer).values()  # plain SGD makes none
+    groups = enumerate(optimizer.param_groups)
+    setattr(optimizer, STATELESS, [n for n, group in groups if any(group is one for one in rest)])
+
+
+def _refuse_unknown_state(optimizer: OptimizerLike, *, fused: bool) -> None:
     if torch.compiler.is_compiling():
         raise UsageError("this optimizer has not made its state yet. Take one step before torch.compile.")
     if not is_of_torch(optimizer) and not fused:
@@ -85,6 +98,10 @@ def init_optimizer_state(optimizer: OptimizerLike, *, fused: bool) -> None:
             "SGD's first step applies no dampening, and which step that is depends on a flag that is not "
             "read. Write dampening=0, or GradScaler(...) without capturable."
         )
+
+
+def _step_on_zeros(optimizer: OptimizerLike, late: dict[Tensor, Any]) -> None:
+    """Step on parameters and gradients of zero, and put both back."""
     gradients = [(p, p.grad) for p in parameters_of(optimizer)]
     before = {p: p.detach().clone() for p in late}
     for parameter, gradient in gradients:
@@ -98,14 +115,6 @@ def init_optimizer_state(optimizer: OptimizerLike, *, fused: bool) -> None:
             parameter.grad = gradient
         for parameter in late:
             parameter.copy_(before[parameter])
-    for parameter, group in late.items():
-        state = optimizer.state.get(parameter, {})
-        for name, first in {**FIRST, "eta": group["lr"]}.items():
-            if isinstance(state.get(name), Tensor):
-                state[name].fill_(first)
-    rest = _without_state(optimizer).values()  # plain SGD makes none
-    groups = enumerate(optimizer.param_groups)
-    setattr(optimizer, STATELESS, [n for n, group in groups if any(group is one for one in rest)])
 
 
 def _without_state(optimizer: OptimizerLike) -> dict[Tensor, Any]:

@@ -11,15 +11,9 @@ import keras
 
 from preamp.checks import level_of_caller, not_subnormal, positive, shown, warn_if_inexact
 from preamp.errors import InexactScale, PolicyError
+from preamp.keras_shared.arguments import INITIAL_SCALE, INTERVAL, check_scale
 from preamp.policy import Dynamic, Policy, Static
-from preamp.systems.arguments import (
-    INITIAL_SCALE,
-    INTERVAL,
-    as_whole,
-    check_counted,
-    check_scale,
-    given_policy,
-)
+from preamp.systems.arguments import as_whole, given_policy
 
 
 def rule(
@@ -49,7 +43,7 @@ def rule(
             f"initial_scale={initial_scale!r} is not a scale; in tf.keras the second argument was dynamic. "
             "Write loss_scale_factor=2.0**15 for a fixed scale, or initial_scale=2.0**15 for the first scale."
         )
-    check_rule(scale, steps)
+    check_scale(scale, steps, f"loss_scale_factor={scale!r}")
     moving = {"initial_scale": (scale, INITIAL_SCALE), "dynamic_growth_steps": (steps, INTERVAL)}
     given = {name: value for name, (value, default) in moving.items() if value != default}
     made: Policy[Any]
@@ -95,16 +89,6 @@ def _fixed(factor: float, moving: Mapping[str, Any]) -> Policy[Any]:
             "Write only one of them."
         )
     return Static(factor)
-
-
-def check_rule(scale: float, steps: int) -> None:
-    """Check a first scale and an interval.
-
-    Raises:
-        PolicyError: if either is invalid.
-    """
-    check_scale(scale, steps)
-    check_counted(steps, f"loss_scale_factor={scale!r}")
 
 
 def check_config(config: object, kind: type) -> None:

@@ -7,15 +7,9 @@ from typing import Any
 
 from preamp.checks import warn_if_inexact
 from preamp.errors import PolicyError
+from preamp.keras_shared.arguments import INITIAL_SCALE, INTERVAL, check_scale
 from preamp.policy import Dynamic, Policy
-from preamp.systems.arguments import (
-    INITIAL_SCALE,
-    INTERVAL,
-    as_whole,
-    check_counted,
-    check_scale,
-    given_policy,
-)
+from preamp.systems.arguments import as_whole, given_policy
 from preamp.systems.dialects import TF_KERAS
 
 
@@ -46,12 +40,8 @@ def rule(
         given = {"initial_scale": initial_scale, "dynamic_growth_steps": steps}
         return given_policy(policy, {"dynamic": (dynamic, True), **{k: (v, None) for k, v in given.items()}})
     _check_together(dynamic, initial_scale, steps)
-    first, interval = (
-        INITIAL_SCALE if initial_scale is None else initial_scale,
-        INTERVAL if steps is None else steps,
-    )
-    check_scale(first, interval)
-    check_counted(interval, f"dynamic=False, initial_scale={first!r}")
+    first = INITIAL_SCALE if initial_scale is None else initial_scale
+    check_scale(first, INTERVAL if steps is None else steps, f"dynamic=False, initial_scale={first!r}")
     warn_if_inexact("initial_scale", initial_scale)
     made = TF_KERAS(dynamic=dynamic, initial_scale=initial_scale, dynamic_growth_steps=steps)
     if isinstance(made, Dynamic) and made.init_scale < 1.0:

@@ -75,7 +75,7 @@ class BlameRow:
         overflowed: the number of values that are not finite, but are for the very same inputs in float32.
             In the forward direction they count only if they change the loss or a gradient, as the -inf of a
             mask does not.
-        peak: the largest magnitude, in float32, times the loss scale for gradients.
+        amax: the largest magnitude, in float32, times the loss scale for gradients.
         limit: the largest number of `runs`.
         flops: floating-point operations of its products in the forward pass, twice that in the backward pass.
         parameter: the parameter whose gradient suffers most; empty where that was not measured.
@@ -101,7 +101,7 @@ class BlameRow:
     lost: int
     lost_share: float
     overflowed: int
-    peak: float
+    amax: float
     limit: float
     flops: int = 0
     parameter: str = ""
@@ -137,8 +137,8 @@ class BlameRow:
             )
         if self.flushed >= ALLOWED_LOST:
             return f"{self.flushed:.0%} of the gradient became zero"
-        if self.direction == "backward" and self.runs.startswith("float16") and 0 < self.peak < SMALL:
-            return f"the scaled gradient is at most {self.peak:.0e}, too small for float16"
+        if self.direction == "backward" and self.runs.startswith("float16") and 0 < self.amax < SMALL:
+            return f"the scaled gradient is at most {self.amax:.0e}, too small for float16"
         if self.parameter:
             return f"the gradient of {self.parameter} changes by {self.parameter_error:.1e} of its norm"
         return ""
@@ -358,7 +358,7 @@ def _together(rows: Sequence[BlameRow]) -> BlameRow:
         lost_share=max(row.lost_share for row in rows),
         overflowed=sum(row.overflowed for row in rows),
         breaks=next((row.breaks for row in rows if row.breaks), ""),
-        peak=max(row.peak for row in rows),
+        amax=max(row.amax for row in rows),
         flops=sum(row.flops for row in rows),
     )
 

@@ -1,6 +1,6 @@
 """Warnings for devices that take one step together without averaging their gradients.
 
-Such a step raises no error. Where `step` or `apply_gradients` is traced, the mapped axes are known; after the
+Such a step raises no error. Where `step` or `value_and_grad` is traced, the mapped axes are known; after the
 step, `last_step` sees whether what is declared to be equal on all devices is.
 """
 
@@ -74,21 +74,6 @@ def warn_if_apart(scalars: dict[str, Any]) -> None:
             "with the name of your axis, which average gradients over devices before the update. If each "
             'device has its own part of the parameters, write loss_scaled(optimizer, axis_name="model").'
         )
-
-
-def differing(scalars: dict[str, Any]) -> list[str]:
-    """Return which arrays, with one entry for each of several devices, have different entries.
-
-    Returns:
-        Their names, each with the smallest and the largest entry.
-    """
-    values = jax.device_get(list(scalars.values()))
-    named = {name: np.ravel(value) for name, value in zip(scalars, values, strict=True)}
-    return [
-        f"{name} ({np.nanmin(value):g} to {np.nanmax(value):g})"
-        for name, value in named.items()
-        if _differ(value)
-    ]
 
 
 def _replicas(value: Any) -> list[Array]:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from preamp.autocasting.blame import ALLOWED_LOST, Blame, BlameRow
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.tables import DEFAULT, Casting, Edit, is_inside
 from preamp.autocasting.text_tables import WIDTH
+from preamp.blaming.blame import ALLOWED_LOST, Blame, BlameRow
 from preamp.errors import UsageError
 
 MOST = 20  # rehearsals

@@ -1,0 +1,1 @@
+"""What the blames and tunes of PyTorch and JAX share."""

@@ -1,0 +1,1 @@
+"""What the adapters of Keras and tf_keras share, without importing either."""
