@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 Arguments = dict[str, Any]
 Scales = tuple[list[float], int | None]
@@ -72,21 +71,3 @@ def megatron(arguments: Arguments, script: str) -> Scales:
         abstractmethod=abstractmethod,
     )(**arguments)
     return walk(script, lambda: scaler.scale.item(), scaler.update)
-
-
-def deepspeed_016(arguments: Arguments, script: str) -> Scales:
-    """DeepSpeed's DynamicLossScaler of before 0.17, without its process group and its log."""
-    import torch
-
-    settings = dict(arguments)
-    scaler = original(
-        "deepspeed",
-        "deepspeed/runtime/fp16/loss_scaler.py",
-        "LossScalerBase",
-        "DynamicLossScaler",
-        torch=torch,
-        DeepSpeedConfigObject=object,
-        dist=SimpleNamespace(get_rank=lambda: 1),
-        logger=mock.Mock(),
-    )(delayed_shift=settings.pop("hysteresis"), **settings)
-    return walk(script, lambda: scaler.loss_scale, scaler.update_scale, Exception)

@@ -35,7 +35,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drivers import Arguments, Scales, deepspeed_016, megatron
+from drivers import Arguments, Scales, megatron
 
 HERE = Path(__file__).parent
 
@@ -73,29 +73,6 @@ PEERS = {
             {"growth_interval": 3, "growth_factor": 3.0, "backoff_factor": 0.3},
             {"growth_interval": 5, "initial_scale": 1000.0, "min_scale": 100.0},
             {"growth_interval": 2, "initial_scale": 2.0**120, "min_scale": 2.0**110},
-        ],
-    ),
-    "DEEPSPEED_016": Peer(
-        "deepspeed",
-        deepspeed_016,
-        {
-            "init_scale": 2.0**32,
-            "scale_factor": 2.0,
-            "scale_window": 1000,
-            "min_scale": 1.0,
-            "hysteresis": 1,
-            "consecutive_hysteresis": False,
-            "raise_error_at_min_scale": True,
-        },
-        [
-            {"scale_window": 1, "hysteresis": 2, "init_scale": 2.0**16},
-            {"scale_window": 2, "hysteresis": 2, "consecutive_hysteresis": True},
-            {"scale_window": 3, "scale_factor": 3.0, "raise_error_at_min_scale": False},
-            {"scale_window": 5, "hysteresis": 4, "min_scale": 0.25, "init_scale": 2.0**10},
-            {"scale_window": 7, "scale_factor": 1.1, "min_scale": 100.0, "init_scale": 2.0**12},
-            {"scale_window": 2, "init_scale": 1.0, "min_scale": 4.0},
-            {"scale_window": 3, "hysteresis": 3, "scale_factor": 10.0, "raise_error_at_min_scale": False},
-            {"scale_window": 5, "hysteresis": 3, "consecutive_hysteresis": True, "init_scale": 1000.1},
         ],
     ),
 }

@@ -252,7 +252,6 @@ def test_every_dialect_is_compared_with_its_original_if_there_is_one() -> None:
 @pytest.mark.parametrize(
     ("policy", "mark", "moves"),
     [
-        (dialects.DEEPSPEED_016(init_scale=16, scale_window=3), "0", [3, 6, 9]),
         (dialects.DEEPSPEED(init_scale=16, scale_window=3), "0", [4, 7, 10]),
         (dialects.APEX(init_scale=2.0**30, scale_window=1), "0", []),
     ],

@@ -25,7 +25,6 @@ __all__ = [
     "ALL",
     "APEX",
     "DEEPSPEED",
-    "DEEPSPEED_016",
     "DEEPSPEED_FUSED",
     "FLAX",
     "JMP",
@@ -152,35 +151,6 @@ def DEEPSPEED(
         max_scale=None,
         at_floor="raise" if raise_error_at_min_scale else "hold",
         compat=Compat(growth_delay=1, bounds="moves", scale_dtype="float64"),
-    )
-
-
-@_dialect(
-    "DeepSpeed ZeRO 1-3, deepspeed 0.16.5",
-    "Starts at 2**32 unless configured; the configuration's own default is 2**16.",
-)
-def DEEPSPEED_016(
-    *,
-    init_scale: float = 2.0**32,
-    scale_factor: float = 2.0,
-    scale_window: int = 1000,
-    min_scale: float = 1.0,
-    hysteresis: int = 1,
-    consecutive_hysteresis: bool = False,
-    raise_error_at_min_scale: bool = True,
-) -> Policy[Any]:
-    return Dynamic(
-        init_scale=init_scale,
-        growth_factor=scale_factor,
-        growth_interval=scale_window,
-        hysteresis=hysteresis,
-        hysteresis_reset="clean" if consecutive_hysteresis else "growth",
-        min_scale=min_scale,
-        max_scale=None,
-        at_floor="raise" if raise_error_at_min_scale else "hold",
-        compat=Compat(
-            backoff_divisor=scale_factor, bounds="moves", scale_dtype="float64", factor_dtype="float64"
-        ),
     )
 
 
