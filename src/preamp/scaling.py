@@ -202,11 +202,6 @@ class Measured(NamedTuple, Generic[T]):
     amax: T | None = None
     loss: T | None = None
 
-    @property
-    def reading(self) -> Reading:
-        """The part of it that the policy sees."""
-        return Reading(self.finite, self.amax)
-
 
 class GuardRecord(NamedTuple, Generic[T]):
     """What a scaler remembers for its guard, besides the policy's state.
@@ -329,7 +324,7 @@ def advance(
     before = state.policy_state
     taken = measured.finite if judged is None else judged.taken
     after, gave_up = advance_policy(
-        policy, before, measured.reading, where, None if judged is None else taken
+        policy, before, Reading(measured.finite, measured.amax), where, None if judged is None else taken
     )
     exhausted_scale, exhausted_overflows = state.exhausted_scale, state.exhausted_overflows
     if policy.gives_up:
@@ -456,22 +451,16 @@ def to_step(
     state: ScalerState[Any, float],
     *,
     loss: float | None = None,
-    culprits: tuple[str, ...] = (),
-    buffers: tuple[str, ...] = (),
-    restored: tuple[str, ...] = (),
-    first_culprits: tuple[str, ...] = (),
     framework: Framework | None = None,
+    **found: Any,
 ) -> Step | None:
     """Return the record of the last step; None before the first.
 
     Args:
         state: after the step, in Python numbers.
         loss: as in `Step`.
-        culprits: as in `Step`.
-        buffers: as in `Step`.
-        restored: as in `Step`.
-        first_culprits: as in `Step`.
         framework: as in `Step`.
+        found: further fields of `Step`, such as `buffers`.
     """
     if not state.steps:
         return None
@@ -487,11 +476,8 @@ def to_step(
         loss=loss,
         grad_norm=state.grad_norm if norm_is_known else None,
         amax=state.amax if finite else None,
-        culprits=culprits,
-        buffers=buffers,
         spike=spike,
-        restored=restored,
-        first_culprits=first_culprits,
+        **found,
     )
 
 

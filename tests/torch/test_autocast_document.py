@@ -10,7 +10,6 @@ from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
@@ -566,12 +565,6 @@ def test_backward_of_a_graph_that_was_not_in_a_region_is_cast_by_the_one_it_runs
 Pair = namedtuple("Pair", ["first", "second"])
 
 
-@dataclass(frozen=True)
-class Batch:
-    inputs: Any
-    rest: Any = None
-
-
 STRUCTURES: dict[str, Callable[[Any, Any], Any]] = {
     "list": lambda a, b: [a, [b, (a,)]],
     "tuple": lambda a, b: (a, [b], ()),
@@ -579,7 +572,6 @@ STRUCTURES: dict[str, Callable[[Any, Any], Any]] = {
     "ordered": lambda a, b: OrderedDict(b=b, a=a),
     "default": lambda a, b: defaultdict(list, a=a, b=[b]),
     "named tuple": lambda a, b: Pair(a, Pair(b, [a])),
-    "dataclass": lambda a, b: Batch(a, {"b": Batch(b)}),
 }
 
 

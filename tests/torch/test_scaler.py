@@ -476,3 +476,11 @@ def test_an_optimizer_that_nobody_keeps_is_not_taken_for_the_next_one():
         del optimizer
         gc.collect()
     assert len(seen) == 5
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_scale_by_hand_is_rounded_to_float32(capturable):
+    scaler, weight = GradScaler("cpu", capturable=capturable), torch.ones(1, requires_grad=True)
+    scaler.scale(weight.sum())
+    scaler.update(1000.1)
+    assert scaler.get_scale() == torch.tensor(1000.1).item()

@@ -95,6 +95,26 @@ def test_a_subclass_may_ask_other_ranks(weight, options, limits):
     assert scaler.get_scale() == 2.0
 
 
+class AgreesInUnscale(GradScaler):
+    """As scalers for tensor parallelism do in `unscale_`: some other rank overflowed."""
+
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        for flag in state["found_inf_per_device"].values():
+            flag.fill_(1.0)
+
+
+@STEPS
+def test_every_step_unscales_as_the_subclass_does(weight, limits):
+    scaler, optimizer = AgreesInUnscale("cpu", init_scale=4.0), optimizer_of(weight)
+    give(scaler, weight, 0.5)
+    scaler.step(optimizer, **limits)
+    scaler.update()
+    assert scaler.last_step.skipped
+    assert weight.tolist() == [1.0, 1.0]
+
+
 def test_unscaling_may_be_replaced_from_outside(weight):
     """The usual way to make PyTorch's scaler accept float16 gradients."""
     scaler, optimizer = GradScaler("cpu"), optimizer_of(weight)

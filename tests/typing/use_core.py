@@ -112,7 +112,6 @@ def configure() -> Settings:
     settings = load({"fp16": {"enabled": True}})
     assert_type(settings.policy, Policy[Any] | None)
     assert_type(settings.max_norm, float | None)
-    assert_type(settings.to_deepspeed(), dict[str, Any])
     return load(Path("ds.json"), skip_blanks=True)
 
 

@@ -256,18 +256,14 @@ def gather(optimizer: HasParameters) -> Gradients:
             elif not isinstance(parameter, Tensor):
                 kind = type(parameter).__name__
                 raise AssertionError(f"expected param to be torch.Tensor, got {kind}")
-    if _are_plain(tensors):
+    if torch.compiler.is_compiling():
+        if all([type(t) is Tensor and not (t.is_sparse or t.is_complex()) for t in tensors]):
+            return Gradients(parameters, tensors)
+    # In C: a loop in Python over many small tensors takes as long as their update.
+    elif set(map(type, tensors)) <= {Tensor} and not any([d.is_complex for d in set(map(_dtype, tensors))]):
         with suppress(RuntimeError):  # of a sparse tensor, which has no memory of its own
             return _once(Gradients(parameters, tensors))
     return _gather_unusual(parameters)
-
-
-def _are_plain(tensors: list[Tensor]) -> bool:
-    """Return whether all are real and of no subclass; in compiled code also whether they are dense."""
-    if torch.compiler.is_compiling():
-        return all([type(t) is Tensor and not (t.is_sparse or t.is_complex()) for t in tensors])
-    # In C: a loop in Python over many small tensors takes as long as their update.
-    return set(map(type, tensors)) <= {Tensor} and not any([d.is_complex for d in set(map(_dtype, tensors))])
 
 
 def squared_norm(tensors: Sequence[Tensor]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from preamp.checks import shown
+from preamp.checks import level_of_caller, shown
 from preamp.errors import UsageError
 
 # What the statistics of a batch norm look like: the name of Flax's collection; types of Flax NNX and Equinox;
@@ -49,8 +50,8 @@ def kept_on_skip(taken: Array, new: object, args: Sequence[object]) -> Any:
     return jax.tree.map(lambda one, other: _chosen(taken, one, other), new, old)
 
 
-def refuse_statistics(aux: object, arguments: object) -> None:
-    """Refuse the running statistics of a batch norm in aux, where a skipped step does not keep them.
+def warn_of_statistics(aux: object, arguments: object) -> None:
+    """Warn of the running statistics of a batch norm in aux, where a skipped step does not keep them.
 
     Args:
         aux: what the loss function returned besides the loss and the state.
@@ -59,12 +60,14 @@ def refuse_statistics(aux: object, arguments: object) -> None:
     same = {id(leaf) for leaf in jax.tree.leaves(arguments)}
     for name, leaf in _statistics(aux, "aux"):
         if id(leaf) not in same and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise UsageError(
+            warnings.warn(
                 f"{name} looks like the running statistics of a batch norm: after an overflow in the forward "
                 "pass, inf or NaN would stay in them for good. Write step(loss_fn, optimizer, "
                 "has_state=True)(params, opt_state, batch_stats, ...) with def loss_fn(params, batch_stats, "
-                "...), which returns loss, new_batch_stats. If it is not state, give it another name."
+                "...), which returns loss, new_batch_stats. If it is not state, give it another name.",
+                stacklevel=level_of_caller("jax"),
             )
+            return
 
 
 def _statistics(node: object, name: str, inside: bool = False) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from preamp.arrays import jax as arrays
 from preamp.checks import shown
 from preamp.errors import UsageError
 from preamp.guards import Guard
-from preamp.guards.base import leaves_of, map_state
+from preamp.guards.base import map_state
 from preamp.jax.scaling.unreduced_gradients import warn_if_apart
 from preamp.jax.trees import kind_of
 from preamp.policy import Dynamic, Policy
@@ -103,24 +103,10 @@ class PendingState(NamedTuple):
 
 
 DTYPES: dict[str, DTypeLike] = {
-    "last_scale": jnp.float32,
-    "finite": jnp.bool_,
-    "grad_norm": jnp.float32,
-    "exhausted_scale": jnp.float32,
-    "exhausted_overflows": jnp.float32,
-    "steps": jnp.int32,
-    "skipped_steps": jnp.int32,
-    "loss": jnp.float32,
+    **dict.fromkeys(("finite", "guard.taken", "guard.loss_fits"), jnp.bool_),
+    **dict.fromkeys(("steps", "skipped_steps"), jnp.int32),
 }
-"""The dtype that `init` gives each scalar."""
-
-GUARD_DTYPES: dict[str, DTypeLike] = {
-    "taken": jnp.bool_,
-    "loss": jnp.float32,
-    "loss_fits": jnp.bool_,
-    "limit": jnp.float32,
-}
-"""The same for the fields of a guard's record, except its state."""
+"""The dtype that `init` gives a field, where it is not float32."""
 
 RESTART = "opt_state = restart_loss_scale(opt_state, policy)"
 RESTARTED = ("policy_state", "exhausted_scale", "exhausted_overflows", "amax")
@@ -230,11 +216,11 @@ def check(state: object) -> LossScaledState:
             several devices or trainings.
     """
     state = find(state)
-    for name, value, _ in _scalars(state):
+    for name, value, _ in _fields(state):
         shape = getattr(value, "shape", ())
-        if shape:
+        if shape and ".guard.state" not in name:
             raise UsageError(
-                f"opt_state.{name} has shape {shape} and must be a scalar: the state is that of "
+                f"{name} has shape {shape} and must be a scalar: the state is that of "
                 "several devices or trainings. Write jax.pmap(step, ...) or jax.vmap(step), or "
                 "jax.tree.map(lambda x: x[0], opt_state) for the first of them."
             )
@@ -254,9 +240,9 @@ def check_dtypes(state: LossScaledState) -> None:
         "Write opt_state = jax.tree.map(lambda old, new: old.astype(new.dtype), opt_state, "
         "optimizer.init(params)), and cast the parameters alone"
     )
-    for name, value, dtype in [*_scalars(state), *_guard_leaves(state)]:
+    for name, value, dtype in _fields(state):
         if dtype != jnp.bool_ and getattr(value, "dtype", dtype) != dtype:
-            check_dtype(f"opt_state.{name}", value, dtype, instead)
+            check_dtype(name, value, dtype, instead)
 
 
 def _check_fields(state: LossScaledState) -> None:
@@ -267,35 +253,28 @@ def _check_fields(state: LossScaledState) -> None:
             "of an optimizer without one. Write opt_state = restart_guard(opt_state, None) to continue "
             "without a guard; or restore into loss_scaled(..., guard=guard).init(params)."
         )
-    for name, value, _ in [*_scalars(state), *_guard_leaves(state)]:
+    for name, value, _ in _fields(state):
         # JAX itself puts other things in the places of arrays: shapes, shardings, booleans of a filter.
         if value is None or isinstance(value, str | dict | list):
             raise UsageError(
-                f"opt_state.{name} is {shown(value)}, not an array: a leaf of the state is missing. Write "
+                f"{name} is {shown(value)}, not an array: a leaf of the state is missing. Write "
                 "opt_state = optimizer.init(params), or restore everything that was saved."
             )
 
 
-def _scalars(state: LossScaledState) -> list[tuple[str, object, DTypeLike]]:
-    """Return the scalars by name, each with the dtype that `init` gives it."""
-    scalars: list[tuple[str, object, DTypeLike]] = []
-    policy_state = state.policy_state
-    for name in getattr(policy_state, "_fields", ()):
-        scalars += [(f"policy_state.{name}", getattr(policy_state, name), jnp.float32)]
-    for name, dtype in DTYPES.items():
-        scalars += [(name, getattr(state, name), dtype)]
-    if state.guard is not None:
-        scalars += [
-            (f"guard.{name}", getattr(state.guard, name, None), GUARD_DTYPES[name]) for name in GUARD_DTYPES
-        ]
-    return scalars
-
-
-def _guard_leaves(state: LossScaledState) -> list[tuple[str, object, DTypeLike]]:
-    """Return the numbers and vectors in a guard's state in the same way."""
-    held = None if state.guard is None else getattr(state.guard, "state", None)
-    leaves = leaves_of(held) if hasattr(held, "_fields") else []
-    return [(f"guard.state.{name}", value, jnp.float32) for name, value in leaves]
+def _fields(state: LossScaledState) -> list[tuple[str, Any, DTypeLike]]:
+    """Return the numbers by name, also where other things are in their places, with the dtypes of `init`."""
+    ours = state._replace(inner_state=())
+    paths = jax.tree_util.tree_leaves_with_path(ours, is_leaf=lambda x: not isinstance(x, tuple))
+    found = []
+    for path, value in paths:
+        name = jax.tree_util.keystr(path)[1:]
+        # States without numbers, and states that have lost their types, which others tell.
+        if not (
+            (value is None and name in ("amax", "guard")) or (isinstance(value, dict) and "state" in name)
+        ):
+            found.append((f"opt_state.{name}", value, DTYPES.get(name, jnp.float32)))
+    return found
 
 
 def restart_loss_scale(opt_state: LossScaledState, policy: Policy[Any]) -> LossScaledState:
@@ -373,7 +352,7 @@ def last_step(opt_state: LossScaledState) -> Step | None:
     record = opt_state.scaler_state._asdict()
     policy_state, guard = record.pop("policy_state"), record.pop("guard")
     known = {name: value for name, value in record.items() if value is not None}
-    decided = [] if guard is None else [getattr(guard, name) for name in GUARD_DTYPES]
+    decided = () if guard is None else guard[1:]
     *numbers, loss = read([*policy_state, *known.values(), *decided, opt_state.loss])
     warn_if_apart(
         {
@@ -385,8 +364,7 @@ def last_step(opt_state: LossScaledState) -> Step | None:
     count = len(policy_state)
     record |= zip(known, numbers[count:], strict=False)
     if guard is not None:
-        decision = dict(zip(GUARD_DTYPES, numbers[count + len(known) :], strict=True))
-        record["guard"] = guard._replace(**decision)
+        record["guard"] = GuardRecord(guard.state, *numbers[count + len(known) :])
     state: ScalerState[Any, float] = ScalerState(type(policy_state)(*numbers[:count]), **record)
     Dynamic().restore({"scale": state.policy_state.scale})  # raises for what no policy can resume from
     return to_step(state, loss=loss, framework="jax")
@@ -438,10 +416,9 @@ def start(policy: Policy[Any], guard: Guard[Any] | None = None) -> ScalerState[A
     """
     first = scaling.start(policy, takes_norm=True, guard=guard)
     record = None if first.guard is None else _guard_arrays(first.guard)
-    dtypes = {"finite": jnp.bool_, "steps": jnp.int32, "skipped_steps": jnp.int32}
     values = []
     for name, value in first._replace(guard=None)._asdict().items():
-        dtype = dtypes.get(name, jnp.float32)
+        dtype = DTYPES.get(name, jnp.float32)
         values.append(jax.tree.map(lambda number, dtype=dtype: jnp.asarray(number, dtype), value))
     return ScalerState(*values)._replace(guard=record)
 

@@ -14,7 +14,7 @@ from preamp.checks import shown
 from preamp.errors import UsageError
 from preamp.jax.scaling.deferred_casts import defer_casts
 from preamp.jax.scaling.differentiation import Differentiated, next_scale, refuse_stateful
-from preamp.jax.scaling.model_state import kept_on_skip, refuse_statistics
+from preamp.jax.scaling.model_state import kept_on_skip, warn_of_statistics
 from preamp.jax.scaling.states import LossScaledState, PendingState, states_in
 from preamp.jax.scaling.transformation import Backward, Scaling
 from preamp.jax.scaling.unreduced_gradients import warn_of_devices
@@ -47,7 +47,9 @@ def apply_gradients(
     """
     if params is None:
         raise UsageError("params=None: there is nothing to apply gradients to. Write params=params.")
-    return _scaling(optimizer).apply_pending(gradients, opt_state, params, extra)
+    scaling = _scaling(optimizer)
+    backward, state = scaling.backward(gradients, opt_state, params)
+    return scaling.apply(backward, state, params, extra)
 
 
 def step(
@@ -82,14 +84,14 @@ def step(
             as it was.
 
     Raises:
-        UsageError: as `value_and_grad` and `apply_gradients` do; for parameters without a gradient; for a new
-            state that has another structure or other shapes than the old one; and for running statistics of a
-            batch norm in aux.
+        UsageError: as `value_and_grad` and `apply_gradients` do; for parameters without a gradient; and for a
+            new state that has another structure or other shapes than the old one.
 
     Warns:
         UserWarning: when it is traced without `axis_name` in `pmap` or in `shard_map` with
             ``check_vma=False``, where each device then trains alone, and in `shard_map` with its checks if
-            it has summed the gradients of different losses. Before JAX 0.8 `pmap` is not noticed.
+            it has summed the gradients of different losses. Before JAX 0.8 `pmap` is not noticed. For what
+            looks like running statistics of a batch norm in aux.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from preamp.jax import last_step, loss_scaled
@@ -131,7 +133,7 @@ def step(
         elif has_state:
             result = value, kept_on_skip(opt_state.taken, aux, args)
         if has_aux:
-            refuse_statistics(aux, (args, kwargs))
+            warn_of_statistics(aux, (args, kwargs))
         return result, params, opt_state
 
     return train

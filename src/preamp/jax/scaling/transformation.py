@@ -202,13 +202,13 @@ class Scaling:
         A trainer that keeps the state itself, as `nnx.Optimizer` does, is given what `value_and_grad`
         returned as `pending`.
         """
-        backward, resting = self._backward(gradients, state if pending is None else pending, params)
+        backward, resting = self.backward(gradients, state if pending is None else pending, params)
         if pending is not None:
             resting = self.check_state(state)
         skipped = self._skipped_updates(gradients, resting, params, extra)
         return self._step(backward, resting, params, extra, lambda updates, _: updates, skipped)
 
-    def _backward(
+    def backward(
         self, gradients: object, opt_state: object, params: object
     ) -> tuple[Backward, LossScaledState]:
         """Return what an update was given, checked, and the state before the step."""
@@ -232,13 +232,6 @@ class Scaling:
             lambda: self.inner.update(wide, state.inner_state, trees.widen(params), **offered)[0]
         )
         return trees.map_inexact(_negative_zeros, updates)
-
-    def apply_pending(
-        self, gradients: object, opt_state: object, params: Params, extra: dict[str, object]
-    ) -> tuple[Params, LossScaledState]:
-        """Return the parameters and the state after a step, for what `value_and_grad` returned."""
-        backward, state = self._backward(gradients, opt_state, params)
-        return self.apply(backward, state, params, extra)
 
     def apply(
         self, backward: Backward, state: LossScaledState, params: Params, extra: dict[str, object]

@@ -1,8 +1,7 @@
-"""The settings in a configuration, and their conversion to a configuration for DeepSpeed."""
+"""The settings in a configuration of DeepSpeed's."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
@@ -10,8 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from preamp.checks import assign, is_number
 from preamp.errors import ConfigError
 from preamp.policy import Policy, Static
-from preamp.systems.deepspeed_config.fp16_section import section_of
-from preamp.systems.dialects import TORCH, Dialect
+from preamp.systems.dialects import Dialect
 
 Precision: TypeAlias = Literal["float16", "bfloat16", "float32"]
 SKIP_ONLY = Static(1.0)  # no scaling, but a step that overflows is skipped
@@ -73,45 +71,3 @@ class Settings:
     def zero_stage(self) -> int:
         """The stage of ZeRO, 0 to 3."""
         return int((self.zero_optimization or {}).get("stage", 0))
-
-    def to_deepspeed(self) -> dict[str, Any]:
-        """Return an equivalent configuration for DeepSpeed 0.19.8.
-
-        DeepSpeed requires a batch size, which is included only if these settings have one. Ignored sections
-        are written as they were read.
-
-        Raises:
-            ConfigError: for settings that DeepSpeed's configuration cannot express.
-        """
-        given = {name: getattr(self, name) for name in AS_READ if getattr(self, name) is not None}
-        config = {**given, "gradient_clipping": self.max_norm or 0.0, **self._precision_section()}
-        for name, value in self.ignored.items():
-            section, _, key = name.rpartition(".")
-            (config.setdefault(section, {}) if section else config)[key] = value
-        return copy.deepcopy(config)
-
-    def _precision_section(self) -> dict[str, Any]:
-        """Return the section of the precision and the loss scale."""
-        if self.precision == "float16" and not self.autocast:
-            return {"fp16": {"enabled": True, "auto_cast": self.cast_inputs, **section_of(self.policy)}}
-        if self.cast_inputs:
-            raise ConfigError(
-                "DeepSpeed's configuration cannot express cast_inputs=True except for parameters in "
-                "float16. Write cast_inputs=False and cast the inputs yourself."
-            )
-        if self.autocast:
-            self._refuse_policy_but(TORCH() if self.precision == "float16" else None)
-            return {"torch_autocast": {"enabled": True, "dtype": self.precision}}
-        if self.precision == "bfloat16":
-            self._refuse_policy_but(SKIP_ONLY, None)
-            return {"bf16": {"enabled": True, "check_grad_overflow": self.policy is not None}}
-        self._refuse_policy_but(None)
-        return {}
-
-    def _refuse_policy_but(self, *possible: Policy[Any] | None) -> None:
-        if self.policy not in possible:
-            where = f"autocast in {self.precision}" if self.autocast else self.precision
-            raise ConfigError(
-                f"DeepSpeed's configuration cannot express policy={self.policy!r} for {where}. "
-                f"Write policy={possible[0]!r}."
-            )

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, overload
 
 import torch
@@ -113,34 +111,17 @@ def _check(device_type: object) -> None:
 
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Return a structure with every eligible tensor cast, and everything else unchanged."""
+    """Return a value with the eligible tensors in lists, tuples and dicts cast, as PyTorch does."""
     if isinstance(value, Tensor):
         return value.to(dtype) if is_eligible(value, device_type) else value
-    if isinstance(value, Mapping):
-        items = {key: _cast(item, device_type, dtype) for key, item in value.items()}
-        return items if type(value) is dict else _refilled(value, items)
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
+    if type(value) is dict:
+        return {key: _cast(item, device_type, dtype) for key, item in value.items()}
+    if isinstance(value, MutableMapping):
+        copied = copy.copy(value)  # of the same type, such as a defaultdict
+        for key, item in value.items():
+            copied[key] = _cast(item, device_type, dtype)
+        return copied
+    if isinstance(value, (list, tuple)):
         cast = [_cast(item, device_type, dtype) for item in value]
-        if isinstance(value, deque):
-            return deque(cast, value.maxlen)
         return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
-    if is_dataclass(value) and not isinstance(value, type):
-        changed = copy.copy(value)
-        for field in fields(value):
-            if hasattr(value, field.name):
-                cast = _cast(getattr(value, field.name), device_type, dtype)
-                object.__setattr__(changed, field.name, cast)
-        return changed
-    if isinstance(value, Iterator):
-        return (_cast(item, device_type, dtype) for item in value)
     return value
-
-
-def _refilled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type with other values, or a dict if the type cannot be written to."""
-    if not hasattr(mapping, "__setitem__"):
-        return items
-    copied: Any = copy.copy(mapping)
-    for key, item in items.items():
-        copied[key] = item
-    return copied

@@ -143,7 +143,6 @@ PATH = re.compile(r"(?!__)[\w.*?\[\]-]*\w[\w.*?\[\]-]*")
 PREFIXES = ("aten::", "torch.ops.aten.", "aten.", "torch.")
 PLACES = {"F": torch.nn.functional, "nn": torch.nn, "Tensor": torch.Tensor}
 # Many modules call these besides what they are about.
-HELPERS = {"dropout", "pad"}
 SHORT = {
     "sdpa": "scaled_dot_product_attention",
     "flash_attention": "scaled_dot_product_attention",
@@ -372,10 +371,10 @@ def _unknown(written: str) -> str:
             f"Write {instead}."
         )
     if isinstance(found, type) and issubclass(found, torch.nn.Module):
-        called = "".join(f"{each!r} or " for each in _called_in(found))
         return (
-            f"{written!r} is a class of modules, and tables name operators and paths of modules. Write "
-            f"{called}.module('encoder.0', 'float32') for the module of that path."
+            f"{written!r} is a class of modules, and tables name operators and paths of modules. Write the "
+            "name of the function that it calls, or .module('encoder.0', 'float32') for the module of that "
+            "path."
         )
     if _is_name(operator):
         kind = "method" if name.startswith(("__", "Tensor.")) else "function"
@@ -395,28 +394,6 @@ def _found_in_python(name: str) -> Any:
         if found is not None:
             return found
     return None
-
-
-def _called_in(kind: type[torch.nn.Module]) -> list[str]:
-    """Return the operators that a module of PyTorch's calls, by the names of their functions."""
-    if _is_name(kind.__name__):
-        return [kind.__name__]
-    operators: dict[str, None] = {}
-    seen: set[object] = set()
-    functions: list[Any] = [kind.forward]
-    while functions:
-        function = functions.pop(0)
-        if not isinstance(function, FunctionType) or function in seen:
-            continue
-        seen.add(function)
-        for name in compat.unchecked(function).__code__.co_names:
-            method, called = getattr(kind, name, None), getattr(torch.nn.functional, name, None)
-            if callable(called) and _is_name(name):
-                operators[name] = None
-            else:
-                functions += [method, called]
-    about = kind.__name__.lower()
-    return [name for name in operators if name not in HELPERS or name in about]
 
 
 def _suggestion(name: str) -> str:

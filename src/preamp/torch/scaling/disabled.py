@@ -18,6 +18,7 @@ def step_disabled(
     optimizer: OptimizerLike,
     clip: Clip,
     meter: Meter,
+    device: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, OptimizerState]:
@@ -28,23 +29,28 @@ def step_disabled(
     def clips() -> None:
         gradients, norm = gather(optimizer), None
         if clip.max_norm is not None:
-            state.measured = _norm_of(gradients, meter)
+            state.measured = _norm_of(gradients, meter, device)
             norm = state.measured.grad_norm
         if clip.max_value is not None:
             clamp_(gradients.tensors, clip.max_value)
-            norm = norm if norm is None else _norm_of(gradients, meter).grad_norm
+            norm = norm if norm is None else _norm_of(gradients, meter, device).grad_norm
         if norm is not None and clip.max_norm != math.inf:  # which measures only
             multiply_(gradients.tensors, (clip.max_norm / norm).clamp(max=1.0))
 
     return step_after(optimizer, None if clip == NO_CLIP else clips, args, kwargs), state
 
 
-def _norm_of(gradients: Gradients, meter: Meter) -> Measured[Any]:
-    """Return the norm of gradients that are not scaled, and whether it is finite, unread."""
-    norm = torch.zeros(())
+def _norm_of(gradients: Gradients, meter: Meter, device: str) -> Measured[Any]:
+    """Return the norm of gradients that are not scaled, and whether it is finite, unread.
+
+    Args:
+        gradients: of this rank; perhaps none.
+        meter: of the scaler.
+        device: where ranks meet that have none.
+    """
+    needed = meter.agreement.needed(gradients.meshes)
+    norm = torch.zeros((), device=device if needed else "cpu")
     if gradients.tensors:
         norm = gradients.total_norm(gradients.norms())
     mine = Measured[Any](norm.isfinite(), 1.0, norm)
-    if not meter.agreement.needed(gradients.meshes):
-        return mine
-    return meter.agree(mine, gradients.meshes, norm.device, norm=True, on_host=False)
+    return meter.agree(mine, gradients.meshes, norm.device, norm=True, on_host=False) if needed else mine

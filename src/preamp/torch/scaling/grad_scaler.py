@@ -335,7 +335,7 @@ class GradScaler(TorchPrivateNames):
         limits = {"max_norm": max_norm, "max_value": max_value}
         clip, kwargs = step_arguments(optimizer, limits, self._limits, optimizer_kwargs, kwargs)
         if not self._enabled:
-            result, state = step_disabled(optimizer, clip, self._meter, args, kwargs)
+            result, state = step_disabled(optimizer, clip, self._meter, self._device, args, kwargs)
             self._last = Record([state], self._loss_scale.steps, 1.0, self._scaled.losses.sum)
             return result
         evaluates = callable(args[0] if args else kwargs.get("closure"))
@@ -530,7 +530,7 @@ class GradScaler(TorchPrivateNames):
         if guarding is not None and guarding.uses_norm:
             norm = norm or state.unscaled is None or state.unscaled.grad_norm is None
         is_plain = clip == NO_CLIP and not (norm or state.fused or guarding or self._meter.needs_amax)
-        self._unscale_first(state, on_host=on_host, with_kernel=is_plain and way.may_unscale_plainly)
+        self._unscale_first(state, on_host=on_host, with_kernel=is_plain and type(way) is HostStep)
 
         scale = loss_scale.snapshot()
         state.set_divisor(scale, on_host=on_host, device=device)

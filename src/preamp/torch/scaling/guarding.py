@@ -138,8 +138,6 @@ class Guarding:
             may_lack: whether other ranks may be those that have a loss.
             on_host: whether the host may synchronize.
         """
-        if not self.uses_loss:
-            return None, None
         if on_host:
             losses.read()
         lacks = may_lack and number_of_ranks(self.loss_group) > 1

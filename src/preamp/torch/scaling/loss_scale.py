@@ -207,14 +207,10 @@ class LossScale:
 
     def set(self, **numbers: float) -> None:
         """Set fields of the policy's state."""
-        if not self.on_device:
-            self._write(self.state._replace(**numbers))
-            return
         if self._by_kernel:
             self._leave_kernel()
-        for name, number in numbers.items():
-            getattr(self.state, name).fill_(number)
-        self._sync_torch_tensors()
+        given: Any = {name: self._here(one) for name, one in numbers.items()} if self.on_device else numbers
+        self._write(self.state._replace(**given))
 
     def set_state(self, state: Any) -> None:
         """Resume from another state of the policy, in floats."""
@@ -228,7 +224,7 @@ class LossScale:
             PolicyError: for a scale that would turn gradients into 0, inf or NaN, and for one that the policy
                 would not keep, which is any other than its own of `Static`.
         """
-        kept = self.policy.restore({"scale": scale}).scale
+        kept = to_float32(self.policy.restore({"scale": scale}).scale)
         if kept != to_float32(scale):
             raise PolicyError(
                 f"the scale cannot be set to {shown(scale)}: {self.policy!r} has only {kept!r}. "

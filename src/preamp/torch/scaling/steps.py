@@ -42,7 +42,6 @@ from preamp.torch.scaling.scaled import Scaled, read_loss
 from preamp.torch.scaling.undo import Snapshot, init_optimizer_state, step_where
 
 MAX_DIVISOR = 2.0**100  # well below 2**126, above which a float32 reciprocal is subnormal, and flushed to 0
-Prepare = Callable[[], None]
 
 
 # ---- What a step is given ----------------------------------------------------------------------------------
@@ -130,16 +129,14 @@ class HostStep:
 
     Attributes:
         on_host: whether the host may synchronize.
-        may_unscale_plainly: whether PyTorch's kernel may unscale, where no number but its flag is needed.
     """
 
     on_host = True
-    may_unscale_plainly = True
 
     def __init__(self, state: OptimizerState, take: Callable[..., Any]) -> None:
         self.state, self._take = state, take
 
-    def step(self, prepare: Prepare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(self, prepare: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the step or skip it; return what the optimizer returns."""
         began = self.state.stage
         try:
@@ -200,7 +197,6 @@ class DeviceStep(HostStep):
     """
 
     on_host = False
-    may_unscale_plainly = False
 
     def __init__(self, state: OptimizerState, loss_scale: LossScale, *, makes_state: bool) -> None:
         super().__init__(state, self._take_or_undo)
@@ -251,13 +247,11 @@ class ClosureStep(HostStep):
         scaled: by the scaler.
     """
 
-    may_unscale_plainly = False
-
     def __init__(self, state: OptimizerState, scaled: Scaled) -> None:
         super().__init__(state, lambda *_: None)
         self._scaled = scaled
 
-    def step(self, prepare: Prepare, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(self, prepare: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state, before, losses = self.state, list[Snapshot](), copy.copy(self._scaled.losses)
         closure = args[0] if args else kwargs.pop("closure")
 
