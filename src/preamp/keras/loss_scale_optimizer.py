@@ -372,7 +372,10 @@ class LossScaleOptimizer(BaseLossScaleOptimizer):
         else:
             raise UsageError("the optimizer has no variables yet. Write apply(grads, trainable_variables).")
         if len(gradients) != len(variables):
-            raise CountError(_miscounted(len(gradients), len(variables), len(variables)))
+            raise CountError(
+                f"{len(gradients)} gradients were given for {len(variables)} variables. Write None for "
+                "a variable without a gradient."
+            )
         if not self.built:
             self.build(variables)
         for place, gradient in enumerate(gradients):

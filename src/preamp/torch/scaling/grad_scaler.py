@@ -199,10 +199,7 @@ class GradScaler(TorchPrivateNames):
 
     @property
     def policy_state(self) -> Any:
-        """The policy's state in floats. If it is on a device, it is read.
-
-        On a device a `bad` that the rule does not use stays as it is.
-        """
+        """The policy's state in floats, read if it is on a device. PyTorch's kernel does not update `bad`."""
         return self._loss_scale.floats()
 
     @property
