@@ -607,9 +607,8 @@ class GradScaler(TorchPrivateNames):
         self, state: OptimizerState, mine: Measured[Any], device: torch.device, *, norm: bool, on_host: bool
     ) -> Measured[Any]:
         """Agree with other ranks, also on a guard's loss; on what was unscaled only if there is a norm."""
-        agreement, meshes = self._meter.agreement, state.gradients.meshes
+        agreement, meshes, loss, losses = self._meter.agreement, state.gradients.meshes, None, None
         joins = (agreement.always or bool(meshes)) and (norm or not state.agreed)
-        loss = losses = None
         if self._guarding is not None and self._guarding.uses_loss:
             loss, losses = self._guarding.loss(
                 self._scaled.losses,
@@ -626,7 +625,9 @@ class GradScaler(TorchPrivateNames):
                 f"{self.guard!r} needs the loss, and no rank has scaled one. Write {SCALES} on "
                 "the ranks that compute it."
             )
-        return mine if loss is None else mine._replace(loss=loss)
+        if loss is not None:  # not by _replace, which PyTorch 2.6 does not compile
+            mine = Measured(mine.finite, mine.scale, mine.grad_norm, mine.amax, loss)
+        return mine
 
     def _decide(self, state: OptimizerState, measured: Measured[Any], sizes: Tensor | None) -> None:
         """Note what was measured, and whether the step is to be taken; nothing keeps gradients alive."""
@@ -714,7 +715,7 @@ class GradScaler(TorchPrivateNames):
             if state.stepped or state.taken is not True:
                 counting[key] = state
                 stepped, is_skipped = stepped or state.stepped, is_skipped or state.taken is False
-        loss: Any = self._scaled.next_iteration(stepped=bool(counting))
+        loss: Any = self._scaled.next_iteration(stepped=len(counting) > 0)
         if not counting:
             return
         found = list(counting.values())

@@ -115,9 +115,8 @@ class Guarding:
             measured = read_measured(measured)
         else:
             where = torch.where
-            measured = measured._replace(
-                grad_norm=_here(measured.grad_norm, device), loss=_here(measured.loss, device)
-            )
+            norm, loss = _here(measured.grad_norm, device), _here(measured.loss, device)
+            measured = Measured(measured.finite, measured.scale, norm, measured.amax, loss)
         track.after = record = judge(self.guard, track.state, measured, where)
         track.finite = measured.finite
         return record

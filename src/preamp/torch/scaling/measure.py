@@ -126,7 +126,7 @@ class OptimizerState:
         on_host = not isinstance(scale, Tensor)
         self.taken = self.flags_are_clear(on_host=on_host)
         known = Measured[Any](True, scale) if self.unscaled is None else self.unscaled
-        measured = known._replace(finite=self.taken, scale=scale)
+        measured = Measured(self.taken, scale, known.grad_norm, known.amax)
         self.measured = read_measured(measured) if on_host else measured
         self.stepped = self.stage is OptState.STEPPED
 
@@ -150,8 +150,8 @@ class OptimizerState:
     def with_norm_before_clipping(self, measured: Measured[Any]) -> Measured[Any]:
         """Return what was measured with what is known from before somebody clipped the same gradients."""
         if self.unscaled is not None:
-            norm = self.unscaled.grad_norm
-            measured = measured if norm is None else measured._replace(grad_norm=norm)
+            norm = measured.grad_norm if self.unscaled.grad_norm is None else self.unscaled.grad_norm
+            measured = Measured(measured.finite, measured.scale, norm, measured.amax, measured.loss)
             measured = measured if isinstance(measured.finite, Tensor) else read_measured(measured)
         if self.failed_attempt is None or measured.finite is False:
             return measured
@@ -239,7 +239,8 @@ class Meter:
             return Measured(clear, scale, None, amax), None
         found, sizes = measure(state, scale, device, norm=norm, amax=False, on_host=on_host)
         agreed = state.agreed and not norm
-        return found._replace(finite=clear if agreed else clear & found.finite, amax=amax), sizes
+        finite = clear if agreed else clear & found.finite
+        return Measured(finite, scale, found.grad_norm, amax), sizes
 
     def agree(
         self,

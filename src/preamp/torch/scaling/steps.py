@@ -351,10 +351,10 @@ def counts(states: Sequence[OptimizerState]) -> Any:
 
 def all_true(flags: Sequence[Any]) -> Any:
     """Return whether all flags are true, as a tensor if one of them is."""
-    device = next((flag.device for flag in flags if isinstance(flag, Tensor)), None)
-    if device is None:
-        return all(flags)
-    return torch.stack([torch.as_tensor(flag, device=device) for flag in flags]).all()
+    for flag in flags:
+        if isinstance(flag, Tensor):
+            return torch.stack([torch.as_tensor(one, device=flag.device) for one in flags]).all()
+    return all(flags)
 
 
 def _larger(a: Any, b: Any) -> Any:
