@@ -179,15 +179,21 @@ def _size_by_largest(
     The norm whose squares did not fit says which unit: the squares of all entries that count fit then, so
     that their sum is finite if and only if all entries are. XLA drops the amaxes where nothing uses them.
     """
-    # Without a barrier XLA folds the squares of constants, which overflow.
-    stored = [lax.optimization_barrier(array) for array in _stored(arrays)]
     tiny, exact = jnp.finfo(norm.dtype).tiny, scale.astype(norm.dtype)
     # Of squares that overflow, the sum may be inf or NaN.
     unit = jnp.clip(jnp.where(jnp.isnan(norm), jnp.inf, norm), tiny**0.5, tiny ** (-2 / 3))
     unit = jnp.clip(unit / exact, tiny, 1.0 / tiny)  # of unscaled entries; its inverse is not 0
     # Two factors: entries overflow in the first product if they overflow when they are unscaled.
-    grow, shrink = 1.0 / jnp.minimum(scale, 1.0), 1.0 / (jnp.maximum(exact, 1.0) * unit)
-    parts = [(part * grow.astype(part.dtype)).astype(norm.dtype) * shrink for part in _real_parts(stored)]
+    factors = 1.0 / jnp.minimum(scale, 1.0), 1.0 / (jnp.maximum(exact, 1.0) * unit)
+    stored, parts = [], []
+    for array in _stored(arrays):
+        # Without a barrier XLA folds the squares of constants, which overflow; and it writes to memory the
+        # factors that several arrays of one shape share, once for each entry.
+        array, grow, shrink = lax.optimization_barrier((array, *factors))
+        stored.append(array)
+        parts += [
+            (part * grow.astype(part.dtype)).astype(norm.dtype) * shrink for part in _real_parts([array])
+        ]
     ratio = global_norm(parts, add)
     amaxes = maximum(_amaxes(stored, norm.dtype)) / exact
     return Size(jnp.isfinite(ratio), unit * ratio, amaxes, unit * exact, ratio)
