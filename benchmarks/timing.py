@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import sys
 import time
@@ -82,8 +83,8 @@ def interleaved(
     for turn in range(effort.rounds):
         if turn >= LEAST and time.perf_counter() > end:
             break
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        random.Random(turn).shuffle(names)  # a work that always followed the same one found the same caches
+        for name in names:
             times[name].append(_turn(name, works[name], calls[name], wait, before))
     return times
 
