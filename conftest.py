@@ -38,7 +38,7 @@ from sybil.integration.pytest import SybilItem
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 from sybil.parsers.rest import DocTestParser
 
-from preamp.arrays.load_order import before_tensorflow
+from preamp.load_order import before_tensorflow
 
 before_tensorflow()  # which tests import by themselves
 

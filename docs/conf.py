@@ -11,7 +11,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import preamp
-from preamp.arrays.load_order import before_tensorflow
+from preamp.load_order import before_tensorflow
 
 before_tensorflow()  # the API reference loads every room
 

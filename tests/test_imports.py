@@ -103,9 +103,7 @@ def test_triton_is_not_loaded_where_tensorflow_is_not() -> None:
 
 def test_what_is_loaded_stays_as_it_is() -> None:
     """Once TensorFlow is loaded, triton must not be."""
-    code = (
-        "import preamp.arrays.load_order as order; sys.modules['tensorflow'] = sys; order.before_tensorflow()"
-    )
+    code = "import preamp.load_order as order; sys.modules['tensorflow'] = sys; order.before_tensorflow()"
     done = run(ASKED_FOR.format(statement=f"{code}; raise ImportError"))
     assert done.stdout == "\n", done.stderr
 

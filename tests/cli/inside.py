@@ -5,7 +5,7 @@ from preamp.cli.casting_file import read_casting
 from preamp.cli.comparison import LOSSES, PROCESSES
 from preamp.cli.flags import GUARDS, find_dialect, find_policy, guards_of
 from preamp.cli.lab import compared, runs, tuned
-from preamp.cli.lab.compared import PrecisionRun, run_apart, sentences, table
+from preamp.cli.lab.compared import PrecisionRun, run_in_process, sentences, table
 from preamp.cli.lab.data import digits, read_csv
 from preamp.cli.lab.jax_loop import JaxLoop
 from preamp.cli.lab.problem import autoencoder, classify
@@ -43,7 +43,7 @@ __all__ = [
     "power",
     "read_casting",
     "read_csv",
-    "run_apart",
+    "run_in_process",
     "runs",
     "sentences",
     "table",

@@ -12,7 +12,7 @@ import pytest
 from preamp.autocasting.tables import Casting
 from preamp.cli.app import app
 from preamp.errors import PreampError
-from tests.cli.inside import PrecisionRun, run_apart, tuned
+from tests.cli.inside import PrecisionRun, run_in_process, tuned
 
 MODELS = """
 import torch
@@ -162,12 +162,12 @@ def test_a_model_in_half_is_compared_with_one_in_float32(tmp_path, monkeypatch):
     (tmp_path / "steps.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
     reference = PrecisionRun("float32", finds_model=True)
-    done = run_apart(reference, "steps.py:in_half", "torch", "cpu", 5)
+    done = run_in_process(reference, "steps.py:in_half", "torch", "cpu", 5)
     assert (done.problem, done.widened) == ("", "float16")
     (tmp_path / "steps.py").write_text(
         MODELS.replace("half_optimizer = ", "half = half.float()\nhalf_optimizer = ")
     )
-    truly = run_apart(PrecisionRun("float32"), "steps.py:in_half", "torch", "cpu", 5)
+    truly = run_in_process(PrecisionRun("float32"), "steps.py:in_half", "torch", "cpu", 5)
     assert done.losses == truly.losses
 
 
@@ -178,7 +178,7 @@ def test_tune_says_that_the_weights_were_made_float32(monkeypatch):
         in tuned.sentences([run])[0]
     )
     run.problem = "RuntimeError: dtypes"
-    monkeypatch.setattr(tuned, "run_apart", lambda *_: run)
+    monkeypatch.setattr(tuned, "run_in_process", lambda *_: run)
     found = SimpleNamespace(before=SimpleNamespace(dtype="float16"), casting=Casting())
     with pytest.raises(
         PreampError, match=r"fails in float32.* Weights of its model are float16.*weight.dtype"
@@ -208,9 +208,9 @@ def test_the_lines_that_tune_prints_run_as_they_are(run, step, name, edited):
 
 
 def test_the_float32_run_is_float32_and_names_the_lines_that_ask_for_another(run):
-    as_written = run_apart(PrecisionRun("float32"), "steps.py:lowered", "torch", "cpu", 1)
+    as_written = run_in_process(PrecisionRun("float32"), "steps.py:lowered", "torch", "cpu", 1)
     Path("steps.py").write_text(MODELS.replace("(net(x).half(), dtype=torch.bfloat16)", "(net(x))"))
-    truly = run_apart(PrecisionRun("float32"), "steps.py:lowered", "torch", "cpu", 1)
+    truly = run_in_process(PrecisionRun("float32"), "steps.py:lowered", "torch", "cpu", 1)
     assert as_written.losses == truly.losses
     assert (len(as_written.casts), truly.casts) == (1, [])
 

@@ -11,7 +11,7 @@ import pytest
 
 from preamp.errors import PreampError, UsageError
 from preamp.machine import REFERENCE, Advice, MachineReport, PrecisionRow, Product
-from tests.cli.inside import PrecisionRun, compared, run_apart, sentences, table
+from tests.cli.inside import PrecisionRun, compared, run_in_process, sentences, table
 from tests.compilers import HAS_CXX, NO_CXX
 
 SCRIPT = """
@@ -218,7 +218,7 @@ def test_a_device_that_is_not_there_is_refused(here):
 
 
 def test_float16_is_emulated_only_where_it_is_slow(monkeypatch):
-    monkeypatch.setattr(compared, "run_apart", lambda run, *_: run)
+    monkeypatch.setattr(compared, "run_in_process", lambda run, *_: run)
     reference = PrecisionRun("float32", losses=[1.0], seconds=[1.0], device="cpu")
     emulated = {"native": False, "same": False, "slower": True, "emulated": True, "missing": True}
     for verdict, emulate in emulated.items():
@@ -336,7 +336,7 @@ def test_the_casts_of_a_jax_function_are_named_by_their_lines(tmp_path, monkeypa
     text = "import jax.numpy as jnp\ndef loss():\n    return jnp.ones(3).astype(jnp.float16).sum()\n"
     (tmp_path / "lowered.py").write_text(text)
     monkeypatch.chdir(tmp_path)
-    reference = run_apart(PrecisionRun("float32"), "lowered.py:loss", "jax", "", 1)
+    reference = run_in_process(PrecisionRun("float32"), "lowered.py:loss", "jax", "", 1)
     assert reference.casts == ["lowered.py:3"]
     assert "at lowered.py:3. In the float32 run they are as in" in " ".join(
         sentences([reference], "lowered.py:loss", "jax", machine())

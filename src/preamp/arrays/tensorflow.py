@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from preamp.arrays import LARGEST_NORM, LEAST_NORM, Unscaled
-from preamp.arrays.load_order import before_tensorflow
 from preamp.checks import FLOAT32_MAX
 from preamp.errors import UsageError
+from preamp.load_order import before_tensorflow
 
 before_tensorflow()
 import tensorflow as tf  # noqa: E402

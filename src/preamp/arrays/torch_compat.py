@@ -436,10 +436,7 @@ pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
 
 
 def untraced(function: F) -> F:
-    """Have the compiler never take a function for a frame of the user's program.
-
-    Since 2.7 for all that it calls, too. Without it, for the function alone.
-    """
+    """Tell Dynamo to skip the frame of this function, and from PyTorch 2.7 on those that it calls."""
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "_FrameExecStrategy"):
         skip = frames._FrameAction.SKIP

@@ -131,7 +131,7 @@ _TRANSFORMATIONS = re.compile(r"\bp?jit\([^()]*\)|\w+\(|\)|\b(?:checkpoint|remat
 _HELD = CALLS | {"scan": "jaxpr", "custom_jvp_call": "call_jaxpr"}
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """A traced call.
 
     Attributes:
@@ -147,7 +147,7 @@ class Call(NamedTuple):
 
 def traced(
     fn: Callable[..., object], args: Sequence[object] = (), kwargs: dict[str, object] | None = None
-) -> Call:
+) -> TracedCall:
     """Trace a call: arrays in its arguments become variables, everything else stays as it is."""
     arrays, rebuild = split((tuple(args), kwargs or {}))
     returned: list[Callable[[Sequence[object]], Any]] = []
@@ -159,7 +159,7 @@ def traced(
         returned.append(back)
         return results
 
-    return Call(cast(ClosedJaxpr, jax.make_jaxpr(flat)(*arrays)), arrays, returned[-1])
+    return TracedCall(cast(ClosedJaxpr, jax.make_jaxpr(flat)(*arrays)), arrays, returned[-1])
 
 
 def tracing_for(region: str) -> AbstractContextManager[object]:

@@ -1,7 +1,7 @@
 """preamp for Keras 3: `from preamp.keras import LossScaleOptimizer` is the only line to change."""
 
-from preamp.arrays.load_order import before_keras
 from preamp.errors import MissingExtra
+from preamp.load_order import before_keras
 
 try:
     before_keras()

@@ -112,8 +112,8 @@ class TraceCallback(keras.callbacks.Callback):
             )
         if self._path is not None and not self._close.alive:
             self.trace = self._open_trace("append")
-        self._buffers = Buffers(self.model)
-        self._losses = Losses(self.model)
+        self._buffers = NonTrainableVariables(self.model)
+        self._losses = BatchLosses(self.model)
         self._steps, self._skipped = map(int, arrays.read(self._values()[-2:]))
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -219,7 +219,7 @@ class TraceCallback(keras.callbacks.Callback):
         return names, tuple(name for name in names if name not in lost)
 
 
-class Losses:
+class BatchLosses:
     """The losses of the batches of one `fit`.
 
     If the step is not compiled, the optimizer knows its loss. Otherwise the loss is what the batch added to
@@ -284,7 +284,7 @@ class Losses:
         return []
 
 
-class Buffers:
+class NonTrainableVariables:
     """The variables that a model's layers made as not trainable, such as BatchNorm's moving statistics.
 
     A forward pass writes them, so a step whose gradients are skipped has changed them already. The weights

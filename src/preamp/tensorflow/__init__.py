@@ -2,8 +2,8 @@
 
 import sys
 
-from preamp.arrays.load_order import before_tensorflow
 from preamp.errors import MissingExtra
+from preamp.load_order import before_tensorflow
 
 try:
     before_tensorflow()

@@ -12,7 +12,7 @@ from preamp.checks import shown
 from preamp.errors import PolicyError
 
 
-class Buffers:
+class LayerBuffers:
     """The variables that a model's layers made as not trainable, checked after a skipped step.
 
     Steps that are taken cost nothing unless copies are kept. Integer variables, which are always finite, are

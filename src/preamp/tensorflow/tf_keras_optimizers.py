@@ -36,7 +36,7 @@ from preamp.tensorflow.optimizer import (
 )
 from preamp.tensorflow.optimizer import LossScaleOptimizer as BaseLossScaleOptimizer
 from preamp.tensorflow.rule import ArgumentTypeError, check_buffers, rule
-from preamp.tensorflow.tf_keras_buffers import Buffers
+from preamp.tensorflow.tf_keras_buffers import LayerBuffers
 from preamp.tensorflow.tf_keras_state import LossScaleState
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class OverTfKeras(BaseLossScaleOptimizer):
     ) -> None:
         refuse_unknown(unknown, ArgumentTypeError)
         check_buffers(model, restore_buffers)
-        buffers = None if model is None else Buffers(model, restores=restore_buffers)
+        buffers = None if model is None else LayerBuffers(model, restores=restore_buffers)
         guard = given_guard(guard)
         made = rule(dynamic, initial_scale, dynamic_growth_steps, policy)
         # With a fixed scale tf_keras checks the optimizer and makes no state of its own.

@@ -20,7 +20,7 @@ from preamp.guards import Guard
 from preamp.keras_shared.variables import GUARD, Number, StateVariables, checkpoint_key, warn_if_other_guard
 from preamp.policy import Policy, Static, choose
 from preamp.scaling import Measured, ScalerState, Step, raise_if_exhausted, to_step, with_rules
-from preamp.tensorflow.tf_keras_buffers import Buffers
+from preamp.tensorflow.tf_keras_buffers import LayerBuffers
 
 # The advice for a scale outside the policy's bounds: tf_keras has no way to set one.
 REMEDY = "load the model without its optimizer"
@@ -50,11 +50,11 @@ class LossScaleState(theirs._DynamicLossScaleState):
     """
 
     def __init__(
-        self, policy: Policy[Any], buffers: Buffers | None = None, guard: Guard[Any] | None = None
+        self, policy: Policy[Any], buffers: LayerBuffers | None = None, guard: Guard[Any] | None = None
     ) -> None:
         tf.__internal__.tracking.Trackable.__init__(self)
         self.policy, self.guard = policy, guard
-        self.losses = Losses(guard if guard is not None and "loss" in guard.uses else None)
+        self.losses = LossSum(guard if guard is not None and "loss" in guard.uses else None)
         self._buffers = buffers
         self._weights: dict[Any, tf.Variable] = {}
         self.variables: StateVariables[Any, tf.Variable] = StateVariables(
@@ -224,7 +224,7 @@ def _on_host(value: tf.Variable | tf.Tensor | float) -> Any:
     return tuple(numbers) if isinstance(numbers, list) else numbers
 
 
-class Losses:
+class LossSum:
     """The unscaled sum of the losses that were scaled since the last update.
 
     If each is scaled once, it is the loss whose gradients the update applies. Over several replicas it is

@@ -1,7 +1,7 @@
 """preamp for PyTorch: `from preamp.torch import GradScaler, autocast` is the only line to change."""
 
-from preamp.arrays.load_order import before_torch as _before_torch
 from preamp.errors import MissingExtra
+from preamp.load_order import before_torch as _before_torch
 
 try:
     import torch as _torch

@@ -105,7 +105,7 @@ def run_in_float32(target: str, framework: str, calls: int) -> PrecisionRun:
     Raises:
         PreampError: for a target that does not exist, or a function that raises or returns no loss.
     """
-    found = run_apart(PrecisionRun("float32"), target, framework, "", calls)
+    found = run_in_process(PrecisionRun("float32"), target, framework, "", calls)
     if found.refused:
         raise PreampError(found.refused)
     if found.problem:
@@ -133,7 +133,7 @@ def run_in_low_precision(
     lacks = half is None or any(one.verdict in ("emulated", "missing") for one in half.products.values())
     is_fast = half is not None and not lacks and half.speed >= SLOWER
     runs = [PrecisionRun("bfloat16"), PrecisionRun("float16", emulate=not is_fast)]
-    return [run_apart(run, target, framework, device, len(reference.losses)) for run in runs]
+    return [run_in_process(run, target, framework, device, len(reference.losses)) for run in runs]
 
 
 def _row_of(report: MachineReport, device: str, precision: str) -> PrecisionRow | None:
@@ -243,7 +243,7 @@ def _slower_than_products(run: PrecisionRun, reference: PrecisionRun, report: Ma
     ]
 
 
-def run_apart(run: PrecisionRun, target: str, framework: str, device: str, calls: int) -> PrecisionRun:
+def run_in_process(run: PrecisionRun, target: str, framework: str, device: str, calls: int) -> PrecisionRun:
     """Call a function some times, in a process of its own, and return the run with its losses."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"

@@ -12,7 +12,7 @@ from preamp.autocasting.tables import Casting
 from preamp.blaming.tuning import Tuning
 from preamp.cli.casting_file import read_casting
 from preamp.cli.lab.blamed import loss_and_arguments
-from preamp.cli.lab.compared import PrecisionRun, casts_of, run_apart
+from preamp.cli.lab.compared import PrecisionRun, casts_of, run_in_process
 from preamp.cli.lab.inspected import casting_region, find_function, model_of, name_of
 from preamp.errors import MissingExtra, PreampError
 
@@ -100,7 +100,7 @@ def train_with(
         ),
         PrecisionRun(low, **settings, casting=tuned.casting.to_dict(), label=f"{low}, tuned"),
     ]
-    done = [run_apart(run, target, framework, "cpu", calls) for run in runs]
+    done = [run_in_process(run, target, framework, "cpu", calls) for run in runs]
     if done[0].refused or done[0].problem:
         message = f"{target} fails in float32: {done[0].refused or done[0].problem}."
         if done[0].widened:

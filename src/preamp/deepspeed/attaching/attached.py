@@ -50,7 +50,7 @@ from preamp.scaling import (
 )
 from preamp.systems import deepspeed_config as config
 from preamp.systems.arguments import given_policy, warn_if_out_of_bounds
-from preamp.torch.scaling.scaled import Losses, UnreadLoss, loss_of, mean_over_ranks
+from preamp.torch.scaling.scaled import ScaledLosses, UnreadLoss, loss_of, mean_over_ranks
 
 Original: TypeAlias = Callable[..., Any]  # the method of DeepSpeed that was replaced
 
@@ -163,7 +163,7 @@ class Attached:
         self._skips = None if guard is None else SkipsInARow(guard)
         self._until_stepped = ExitStack()  # what is undone after DeepSpeed's step
         self._seed_is_known = False
-        self._losses = Losses()
+        self._losses = ScaledLosses()
         self._patch_methods()
         if not access.saved().get("cur_iter"):
             access.save(self._attributes.first())

@@ -1,7 +1,7 @@
-"""How the rest of a program uses each value, found before anything is rewritten.
+"""Analyze how the rest of a jaxpr uses each value, before anything is rewritten.
 
-A program is read from its end to its beginning, to find the values that feed operators in float32, those that
-feed only operators in low precision, and the additions of a bias.
+The pass goes from the last equation to the first. It finds the values that feed operators in float32, those
+that feed only operators in low precision, and the additions of a bias.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def region(dtype: object, table: Casting | None, emulate: bool) -> Settings:
     return Settings(low, rules, emulate, name, table=table)
 
 
-def rewritten(program: Pure, settings: Settings, calls: Calls, *, stacklevel: int = 4) -> jaxprs.Call:
+def rewritten(program: Pure, settings: Settings, calls: Calls, *, stacklevel: int = 4) -> jaxprs.TracedCall:
     """Return a call as it is in a region; `jax.ShapeDtypeStruct`s may take the place of arrays."""
     with jaxprs.tracing_for(settings.name):
         call, written = _traced(program, settings)
@@ -236,7 +236,7 @@ def rewrite(jaxpr: ClosedJaxpr, settings: Settings, written: int = 0) -> ClosedJ
     return new
 
 
-def _traced(program: Pure, settings: Settings) -> tuple[jaxprs.Call, int]:
+def _traced(program: Pure, settings: Settings) -> tuple[jaxprs.TracedCall, int]:
     """Trace a call without objects; return as well how many of its results are state, which come first."""
     counts: list[int] = []
 

@@ -178,7 +178,7 @@ def rehearsed(
     return found, differences
 
 
-class Step(NamedTuple):
+class StepProgram(NamedTuple):
     """A training step as a program of all arrays and of the loss scale, which the backward pass begins with.
 
     Attributes:
@@ -223,7 +223,7 @@ def traced(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     settings: Settings,
-) -> Step:
+) -> StepProgram:
     """Trace the loss, rewrite it, and trace its gradients.
 
     Raises:
@@ -266,10 +266,10 @@ def traced(
     arrays = [jnp.asarray(array) for array in call.arrays]
     traced: Any = jax.make_jaxpr(step)(arrays, jnp.float32(1))
     names = [attribute_name(f"params{jax.tree_util.keystr(path)}") for _, path in floating]
-    return Step(traced, arrays, [arrays[number] for number in chosen], names)
+    return StepProgram(traced, arrays, [arrays[number] for number in chosen], names)
 
 
-def _check_known(call: jaxprs.Call) -> None:
+def _check_known(call: jaxprs.TracedCall) -> None:
     """Raise unless the numbers of all arrays are known."""
     abstract = [array for array in call.arrays if isinstance(array, jax.ShapeDtypeStruct)]
     if abstract:
@@ -284,7 +284,7 @@ def _check_known(call: jaxprs.Call) -> None:
         )
 
 
-def _place_of_loss(call: jaxprs.Call) -> int:
+def _place_of_loss(call: jaxprs.TracedCall) -> int:
     """Return which of a call's results is the loss.
 
     Raises:
@@ -306,7 +306,9 @@ def _place_of_loss(call: jaxprs.Call) -> int:
     return place
 
 
-def run(step: Step, settings: Settings, loss_scale: float | None) -> tuple[Tape, list[Variable], float]:
+def run(
+    step: StepProgram, settings: Settings, loss_scale: float | None
+) -> tuple[Tape, list[Variable], float]:
     """Run the step; return what ran, its results, and the loss scale.
 
     What the scale multiplies is proportional to it, so one overflow tells how far it has to go down.
@@ -344,7 +346,7 @@ def _are_equal(one: Sequence[Variable], other: Sequence[Variable]) -> bool:
     return all(np.array_equal(a.value, b.value) for a, b in zip(one, other, strict=True))
 
 
-def _not_finite_in_float32(step: Step, tape: Tape, loss: Variable) -> str:
+def _not_finite_in_float32(step: StepProgram, tape: Tape, loss: Variable) -> str:
     """Return what is inf or NaN in float32 and what makes it first, as a sentence; "" if nothing is.
 
     Args:
@@ -376,7 +378,7 @@ def _as_well(says: str, result: Variable, forward: Sequence[Operation]) -> str:
     return f"{says}: {who} makes {what} first."
 
 
-def _broken(step: Step, scale: float, forward: Sequence[Operation]) -> dict[int, str]:
+def _broken(step: StepProgram, scale: float, forward: Sequence[Operation]) -> dict[int, str]:
     """Return the calls whose values became zero, by index, and what makes inf or NaN of these."""
     tape = Tape(traces=True)
     results = tape.run(step.program, step.operands(tape, scale))

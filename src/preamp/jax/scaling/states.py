@@ -17,7 +17,7 @@ from preamp.checks import shown
 from preamp.errors import UsageError
 from preamp.guards import Guard
 from preamp.guards.base import map_state
-from preamp.jax.scaling.unreduced_gradients import warn_if_apart
+from preamp.jax.scaling.unreduced_gradients import warn_if_devices_differ
 from preamp.jax.trees import kind_of
 from preamp.policy import Dynamic, Policy
 from preamp.scaling import GuardRecord, ScalerState, Step, given_guard, raise_if_exhausted, to_step
@@ -354,7 +354,7 @@ def last_step(opt_state: LossScaledState) -> Step | None:
     known = {name: value for name, value in record.items() if value is not None}
     decided = () if guard is None else guard[1:]
     *numbers, loss = read([*policy_state, *known.values(), *decided, opt_state.loss])
-    warn_if_apart(
+    warn_if_devices_differ(
         {
             "opt_state.grad_norm": opt_state.grad_norm,
             "opt_state.policy_state.scale": policy_state.scale,

@@ -349,9 +349,8 @@ class Scaling:
             _check_inner_state(error, self.inner.init, like, inner_state)
             raise
         if list(map(jnp.shape, jax.tree.leaves(after))) != list(map(jnp.shape, jax.tree.leaves(inner_state))):
-            _check_inner_state(
-                None, self.inner.init, like, inner_state
-            )  # a leaf of another shape was broadcast
+            # A leaf of another shape was broadcast.
+            _check_inner_state(None, self.inner.init, like, inner_state)
         return updates, after
 
     def _accepted(self, extra: dict[str, object]) -> dict[str, object]:

@@ -54,7 +54,7 @@ def warn_of_devices(loss: object, gradients: object, written: str, known: Iterab
         )
 
 
-def warn_if_apart(scalars: dict[str, Any]) -> None:
+def warn_if_devices_differ(scalars: dict[str, Any]) -> None:
     """Warn if scalars that are declared to be equal on all devices differ between those of this process.
 
     Reads one number for each scalar and device of this process; nothing where there is one device.

@@ -24,7 +24,7 @@ from preamp.autocasting.tables import Casting, Edit
 from preamp.errors import UsageError
 from preamp.torch.autocasting import operators, recurrent, rules
 from preamp.torch.autocasting.rounding import rounded
-from preamp.torch.autocasting.rules import APART, LOW, Action, Edits
+from preamp.torch.autocasting.rules import LOW, UNCACHED, Action, Edits
 from preamp.torch.autocasting.weight_cache import cast_weight
 
 TorchAutocast = torch.autocast  # read once: users may replace torch.autocast by ours
@@ -151,8 +151,8 @@ class EditMode(TorchFunctionMode):
             with self:
                 return recurrent.step_by_step(name_in_graph(func), *args, **kwargs)
         low = torch.get_autocast_dtype(device_type)
-        if action in APART:
-            return _apart(action, device_type, low, func, args, kwargs)
+        if action in UNCACHED:
+            return _run_uncached(action, device_type, low, func, args, kwargs)
         if compat.in_trace():  # graphs record regions, and not what `set_autocast_enabled` does
             with TorchAutocast(device_type, enabled=False):
                 return _run(action, device_type, low, self.key, func, args, kwargs)
@@ -163,7 +163,7 @@ class EditMode(TorchFunctionMode):
             torch.set_autocast_enabled(device_type, True)
 
 
-def _apart(
+def _run_uncached(
     action: Action,
     device_type: str,
     low: torch.dtype,
@@ -171,7 +171,7 @@ def _apart(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call what PyTorch's autocast casts, with a place in autograd's graph for each use of a weight."""
+    """Call what PyTorch's autocast casts, without its cache: each use of a weight has its own node."""
     if action == "once" and kwargs.get("out") is None:
         values = cast([*args, *kwargs.values()], low, device_type)
         args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))

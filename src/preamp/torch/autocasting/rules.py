@@ -45,7 +45,11 @@ Action: TypeAlias = Literal[
 - "each": call it, and have PyTorch's autocast cast weights in it at each use, for the same reason.
 """
 LOW = ("float16", "bfloat16")
-APART = ("once", "each", "steps")  # what gives each use of a weight a place of its own in autograd's graph
+UNCACHED = (
+    "once",
+    "each",
+    "steps",
+)  # each use of a weight is cast anew, with its own node in autograd's graph
 BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
@@ -105,7 +109,7 @@ def actions(edits: Edits, in_graph: bool = False) -> Mapping[Callable[..., Any],
     """
     named = _actions_of_operators(edits)
     if in_graph:
-        named = {name: action for name, action in named.items() if action not in APART}
+        named = {name: action for name, action in named.items() if action not in UNCACHED}
     acting: dict[Callable[..., Any], Action] = {}
     if not named:
         return acting

@@ -100,12 +100,12 @@ def blame(
     >>> found.guilty
     []
     """
-    step = Step(loss_fn, args, model, dtype, emulate, loss_scale, seed)
+    step = BlamedStep(loss_fn, args, model, dtype, emulate, loss_scale, seed)
     found = step.run(casting)
     return with_parameters(found, lambda row: step.differences(row, casting, found.loss_scale))
 
 
-class Step:
+class BlamedStep:
     """The step to run, with any table; the arguments are those of `blame`."""
 
     def __init__(
@@ -345,9 +345,8 @@ class Step:
             leaf.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         for _, leaf in recorder.there.leaves:
             leaf.register_post_accumulate_grad_hook(_freed)  # type: ignore[no-untyped-call]
-        if (
-            recorder.gate.is_used
-        ):  # first the gradients of the step, then what also passes where it stops them
+        if recorder.gate.is_used:
+            # First the gradients of the step, then what also passes where the gate stops them.
             recorder.counts_forward = False
             _run_backward(losses["here"], retain_graph=True)
             recorder.counts_forward, recorder.counts_backward, recorder.gate.is_open = True, False, True

@@ -864,9 +864,8 @@ class _Made(NamedTuple):
         """Add what a call differs in to a result."""
         result = self.results[at]
         with torch.enable_grad():
-            if (
-                errors.bad is not None
-            ):  # to what replaces it, with its gradient, unless it is not finite either
+            if errors.bad is not None:
+                # Added to what replaces the result, with its gradient, unless it is not finite either.
                 moved = result - errors.reference
                 moved = errors.repaired + torch.where(moved.isfinite(), moved, 0.0)
                 other = result.clone() if errors.delta is None else result + errors.delta

@@ -14,7 +14,7 @@ from preamp.blaming.tuning import Tuning
 from preamp.checks import positive, whole
 from preamp.errors import CastingError
 from preamp.torch.autocasting import operators
-from preamp.torch.blaming.blame import Step
+from preamp.torch.blaming.blame import BlamedStep
 
 
 def tune(
@@ -62,7 +62,7 @@ def tune(
     casting.DEFAULT
     """
     whole("rehearsals", rehearsals, least=1, instead="rehearsals=20")
-    step = Step(loss_fn, args, model, dtype, emulate, loss_scale, seed)
+    step = BlamedStep(loss_fn, args, model, dtype, emulate, loss_scale, seed)
     if target is None:
         target = tuning.ENOUGH * torch.finfo(dtype).eps / 2
     elif target == "seeds":

@@ -80,9 +80,8 @@ class PassRecorder:
         """Remove the hooks from the modules."""
         _remove(self._handles)
         for name, module in self._model.named_modules():
-            self._watch_parameters(
-                name, module
-            )  # they can be used without a call of the module that owns them
+            # Parameters can be used without a call of the module that owns them.
+            self._watch_parameters(name, module)
             if self._activations:
                 self._record_weights(name, module)
 

@@ -26,7 +26,7 @@ from preamp.policy import Dynamic, Policy
 from preamp.scaling import Measured, Step, given_guard, with_rules
 from preamp.systems.arguments import warn_if_out_of_bounds
 from preamp.torch.nested import map_tensors
-from preamp.torch.scaling import optimizers, refusals, settings
+from preamp.torch.scaling import optimizers, refusals, torch_settings
 from preamp.torch.scaling.buffers import Buffers, Ruined
 from preamp.torch.scaling.disabled import step_disabled
 from preamp.torch.scaling.guarding import DROPS_GUARD, Guarding, has_guard
@@ -152,9 +152,11 @@ class GradScaler(TorchPrivateNames):
         callable_or_none("on_step", on_step, "on_step=Trace(), or any function")
         self._device, self._enabled = device, enabled and refusals.is_there(device, type(self).__name__)
         values = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._settings = dict(zip(settings.SETTINGS, values, strict=True))
+        self._settings = dict(zip(torch_settings.SETTINGS, values, strict=True))
         self._owns_policy = policy is None
-        rule: Policy[Any] = settings.chosen_policy(policy, self._settings) if self._enabled else Dynamic()
+        rule: Policy[Any] = (
+            torch_settings.chosen_policy(policy, self._settings) if self._enabled else Dynamic()
+        )
         # Not PyTorch's __init__: the scale and its counts live here.
         self._meter = Meter(Agreement(process_group, reduce))
         self._loss_scale = LossScale(rule)
@@ -402,10 +404,10 @@ class GradScaler(TorchPrivateNames):
             return {}
         numbers = self._loss_scale.floats()._asdict()
         state: dict[str, Any] = {"scale": self.get_scale()}
-        state |= {name: getattr(self, f"_{name}") for name in settings.SETTINGS[1:]}
+        state |= {name: getattr(self, f"_{name}") for name in torch_settings.SETTINGS[1:]}
         state["_growth_tracker"] = self._get_growth_tracker()
         more: dict[str, Any] = {}
-        if not settings.fits_torch_checkpoint(self.policy):
+        if not torch_settings.fits_torch_checkpoint(self.policy):
             more = {name: value for name, value in numbers.items() if name not in ("scale", "good")}
         steps = int(self._loss_scale.steps)
         if self._guarding is not None:
@@ -431,11 +433,13 @@ class GradScaler(TorchPrivateNames):
             warnings.warn(DROPS_GUARD, stacklevel=level_of_caller("torch", "deepspeed"))
         if not self._enabled:
             return
-        numbers, chosen = settings.numbers_and_settings(state_dict)
+        numbers, chosen = torch_settings.numbers_and_settings(state_dict)
         policy_state, before = self.policy.restore(numbers), self._loss_scale.scale_on_host
         tracks = None if self._guarding is None else self._guarding.check(numbers)
         if self._owns_policy:
-            self._set_policy(settings.changed_policy(self.policy, **chosen))  # raises for what cannot work
+            self._set_policy(
+                torch_settings.changed_policy(self.policy, **chosen)
+            )  # raises for what cannot work
         if self._guarding is not None and tracks is not None:
             self._guarding.load(tracks)
         self._loss_scale.set_state(policy_state)

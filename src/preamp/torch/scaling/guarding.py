@@ -25,7 +25,7 @@ from preamp.policy import Where, choose
 from preamp.scaling import GuardRecord, Measured, judge
 from preamp.torch.scaling.measure import read_measured
 from preamp.torch.scaling.ranks import number_of_ranks
-from preamp.torch.scaling.scaled import SCALES, Losses, loss_and_count, loss_of, mean_over_ranks
+from preamp.torch.scaling.scaled import SCALES, ScaledLosses, loss_and_count, loss_of, mean_over_ranks
 
 TO_RESTART = "To start the guard again, write del state_dict['preamp_state']['guard'] before load_state_dict."
 
@@ -123,7 +123,7 @@ class Guarding:
 
     @torch.no_grad()
     def loss(
-        self, losses: Losses, device: torch.device, *, joins: bool, may_lack: bool, on_host: bool
+        self, losses: ScaledLosses, device: torch.device, *, joins: bool, may_lack: bool, on_host: bool
     ) -> tuple[Any, Tensor | None]:
         """Return the mean loss over ranks or, if it is to join a sum over ranks, its addends.
 

@@ -52,7 +52,7 @@ class UnreadLoss:
         return float(self.tensor) if self.stamp.fits(self.tensor) else None
 
 
-class Losses:
+class ScaledLosses:
     """The sum of the losses on this rank that were scaled since the last update, not scaled themselves.
 
     That is the loss whose gradients the step applies, where each is scaled once. A loss that is scaled while
@@ -75,10 +75,10 @@ class Losses:
         self.keeps_in_graphs = keeps_in_graphs
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(Losses(keeps_in_graphs=self.keeps_in_graphs))
+        return vars(ScaledLosses(keeps_in_graphs=self.keeps_in_graphs))
 
-    def __copy__(self) -> Losses:
-        twin = Losses()
+    def __copy__(self) -> ScaledLosses:
+        twin = ScaledLosses()
         twin.__dict__.update(self.__dict__)
         return twin
 
@@ -131,7 +131,7 @@ def _total(total: UnreadLoss | float, loss: Tensor) -> Tensor:
     return before.view(()).to(wide) + loss.view(()).to(before.device, non_blocking=True)
 
 
-def loss_of(losses: Losses, how_to_scale: str, guard: Guard[Any], *, may_lack: bool) -> Any:
+def loss_of(losses: ScaledLosses, how_to_scale: str, guard: Guard[Any], *, may_lack: bool) -> Any:
     """Return the loss of this rank for a guard, not copied to the host if it is on a device.
 
     Args:
@@ -193,7 +193,7 @@ class Scaled:
     """What a scaler has scaled since the last update.
 
     Args:
-        keeps_in_graphs: as in `Losses`.
+        keeps_in_graphs: as in `ScaledLosses`.
         expects_loss: whether a step without a loss is a mistake. Other ranks may scale it, and a replayed
             graph never calls `scale`.
         warns_of_ruined: whether nothing restores buffers that a skipped step leaves at inf.
@@ -208,7 +208,7 @@ class Scaled:
     def __init__(
         self, *, keeps_in_graphs: bool, expects_loss: bool, warns_of_ruined: bool, model: nn.Module | None
     ) -> None:
-        self.losses = Losses(keeps_in_graphs=keeps_in_graphs)
+        self.losses = ScaledLosses(keeps_in_graphs=keeps_in_graphs)
         self.count = 0
         self.changed_by: str | None = None
         self._order: dict[int, int] | None = None  # in which backward reaches parameters, by their id
@@ -255,7 +255,7 @@ class Scaled:
             )
 
     @contextmanager
-    def evaluation(self, losses: Losses) -> Iterator[None]:
+    def evaluation(self, losses: ScaledLosses) -> Iterator[None]:
         """Have a closure's evaluation replace the losses of those before it: the last one counts.
 
         Args:

@@ -17,8 +17,8 @@ from preamp.policy import Policy
 from preamp.torch.scaling.loss_scale import LossScale
 from preamp.torch.scaling.measure import Meter, OptimizerState, number
 from preamp.torch.scaling.optimizers import OptimizerLike
-from preamp.torch.scaling.settings import changed_policy, setting_of
 from preamp.torch.scaling.shared_gradients import AlreadyUnscaled
+from preamp.torch.scaling.torch_settings import changed_policy, setting_of
 
 
 def _setting(name: str) -> Any:
