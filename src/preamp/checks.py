@@ -79,6 +79,18 @@ def positive(name: str, value: object, instead: str) -> None:
         raise PolicyError(f"{name}={shown(value)} is not a finite number above 0. Write {instead}.")
 
 
+def check_limit(name: str, value: Any) -> float:
+    """Return a limit for clipping: a number above 0, also in an array of one entry; inf clips nothing."""
+    if type(value) is float and value > 0.0:
+        return value
+    given = value.item() if getattr(value, "shape", None) in ((), (1,)) else value
+    if not (is_number(given) or (isinstance(given, Real) and given == math.inf)) or given <= 0.0:
+        raise PolicyError(
+            f"{name}={shown(value)} is not a number above 0. Write {name}=1.0, or None not to clip."
+        )
+    return float(given)
+
+
 def not_subnormal(name: str, value: float | None) -> None:
     """Refuse a scale that is subnormal in float32: its inverse is inf, and compilers flush it to 0."""
     if value is not None and value < FLOAT32_TINY:

@@ -14,7 +14,7 @@ import optax
 from jax import Array
 
 from preamp.arrays.jax import Size, is_inexact, multiply
-from preamp.checks import is_number, shown
+from preamp.checks import check_limit
 from preamp.errors import PolicyError, UsageError
 from preamp.guards import Guard
 from preamp.guards.base import leaves_of
@@ -113,14 +113,8 @@ def _checked_norm(max_norm: object) -> float | None:
             "max_norm is a value that JAX is tracing, and it has to be known before. Write max_norm=1.0, or "
             "put optax.clip_by_global_norm(max_norm) into the inner optimizer."
         )
-    limit: Any = max_norm
-    if isinstance(max_norm, np.ndarray | np.generic | Array) and max_norm.shape == ():
-        limit = max_norm.item()
-    if limit == float("inf"):
-        return None
-    if not (is_number(limit) and limit > 0.0):
-        raise PolicyError(f"max_norm={shown(max_norm)} is not a number above 0. Write max_norm=1.0, or None.")
-    return float(limit)
+    limit = check_limit("max_norm", max_norm)
+    return None if limit == float("inf") else limit
 
 
 class Backward(NamedTuple):

@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import OptState
 
 from preamp.arrays.torch import gather
 from preamp.arrays.torch_devices import check_device
-from preamp.checks import callable_or_none, level_of_caller, shown
+from preamp.checks import callable_or_none, check_limit, level_of_caller, shown
 from preamp.errors import PolicyError, UsageError
 from preamp.guards import Guard
 from preamp.policy import Dynamic, Policy
@@ -44,7 +44,6 @@ from preamp.torch.scaling.steps import (
     HostStep,
     Record,
     all_true,
-    check_limit,
     counts,
     reading_of,
     step_arguments,

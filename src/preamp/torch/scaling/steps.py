@@ -17,14 +17,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from preamp.arrays.torch import clamp_, multiply_, note_writing
-from preamp.checks import is_number, shown
+from preamp.checks import check_limit, shown
 from preamp.errors import PolicyError, UsageError
 from preamp.policy import Policy, Reading
 from preamp.scaling import STEPS, Spike, Step, spike_in
@@ -55,19 +54,6 @@ class Clip(NamedTuple):
 
 
 NO_CLIP = Clip()
-
-
-def check_limit(name: str, value: Any) -> float | None:
-    """Refuse what nothing can be clipped to. inf clips nothing."""
-    if value is None or (type(value) is float and value > 0.0):
-        return value
-    given = float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
-    is_infinite = isinstance(given, Real) and given == math.inf
-    if not is_infinite and not (is_number(given) and given > 0.0):
-        raise PolicyError(
-            f"{name}={shown(value)} is not a number above 0. Write {name}=1.0, or None not to clip."
-        )
-    return float(given)
 
 
 def step_arguments(
