@@ -81,8 +81,6 @@ def positive(name: str, value: object, instead: str) -> None:
 
 def check_limit(name: str, value: Any) -> float:
     """Return a limit for clipping: a number above 0, also in an array of one entry; inf clips nothing."""
-    if type(value) is float and value > 0.0:
-        return value
     given = value.item() if getattr(value, "shape", None) in ((), (1,)) else value
     if not (is_number(given) or (isinstance(given, Real) and given == math.inf)) or given <= 0.0:
         raise PolicyError(

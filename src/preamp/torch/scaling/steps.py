@@ -86,8 +86,11 @@ def step_arguments(
                 )
     if max_norm is None and max_value is None:
         return usual, kwargs
-    norm = usual.max_norm if max_norm is None else check_limit("max_norm", max_norm)
-    return Clip(norm, None if max_value is None else check_limit("max_value", max_value)), kwargs
+    if max_norm is None:
+        max_norm = usual.max_norm
+    elif type(max_norm) is not float or not max_norm > 0.0:
+        max_norm = check_limit("max_norm", max_norm)
+    return Clip(max_norm, None if max_value is None else check_limit("max_value", max_value)), kwargs
 
 
 def _with_own(given: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
