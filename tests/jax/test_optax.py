@@ -55,6 +55,9 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "MultiSteps, skipping": lambda t: optax.MultiSteps(
         t, 2, should_skip_update_fn=optax.skip_not_finite
     ).gradient_transformation(),
+    "MultiSteps, of what takes the loss": lambda t: optax.MultiSteps(
+        optax.chain(t, contrib.reduce_on_plateau(patience=1, factor=0.5)), 2
+    ),
     "apply_if_finite": lambda t: optax.apply_if_finite(t, 5),
     "masked": lambda t: optax.masked(t, W_ALONE),
     "freeze": lambda t: optax.chain(optax.freeze(W_ALONE), t),
@@ -133,7 +136,14 @@ WORK_OUTSIDE = {
     "of one's own",
     *(f"chain({name}, t)" for name in STATELESS),
 }
-QUICK = {"MultiSteps", "lookahead", "contrib.sam", "of one's own", "chain(monitor, t)"}
+QUICK = {
+    "MultiSteps",
+    "MultiSteps, of what takes the loss",
+    "lookahead",
+    "contrib.sam",
+    "of one's own",
+    "chain(monitor, t)",
+}
 quick = [name if name in QUICK else slow(name)[0] for name in FORMS if name != "chain(zoom_linesearch, t)"]
 
 
@@ -175,7 +185,8 @@ def arguments(name: str, x: Any, y: Any, value: Any, gradients: Any) -> dict[str
 
 def trained(name: str, optimizer: Any, scaled: bool) -> Any:
     """Return parameters after all steps, or without loss scaling after those that do not overflow."""
-    optimizer = optax.with_extra_args_support(optimizer)
+    if not isinstance(optimizer, optax.MultiSteps):  # it takes them, and its type does not say so
+        optimizer = optax.with_extra_args_support(optimizer)
 
     def one(params: Any, state: Any, x: Any, y: Any, factor: Any) -> Any:
         fast = params.fast if isinstance(params, optax.LookaheadParams) else params

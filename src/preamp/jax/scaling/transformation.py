@@ -91,7 +91,7 @@ def loss_scaled(
             "loss_scaled(optax.adam(1e-3))."
         )
     scaling = Scaling(
-        optax.with_extra_args_support(inner),
+        cast(optax.GradientTransformationExtraArgs, inner),
         given_policy(Dynamic() if policy is None else policy, {}),
         _checked_norm(max_norm),
         axes.names_of(axis_name),
@@ -343,16 +343,16 @@ class Scaling:
             _check_inner_state(error, self.inner.init, like, inner_state)
             raise
         if list(map(jnp.shape, jax.tree.leaves(after))) != list(map(jnp.shape, jax.tree.leaves(inner_state))):
-            # A leaf of another shape was broadcast.
-            _check_inner_state(None, self.inner.init, like, inner_state)
+            _check_inner_state(None, self.inner.init, like, inner_state)  # a leaf was broadcast
         return updates, after
 
     def _accepted(self, extra: dict[str, object]) -> dict[str, object]:
         """Return arguments without those that we offer to every optimizer but that this one does not take."""
-        taken = inspect.signature(self.inner.update).parameters
+        taken = inspect.signature(self.inner.update).parameters  # optax.MultiSteps takes any; no type says so
         if inspect.Parameter.VAR_KEYWORD in [parameter.kind for parameter in taken.values()]:
             return extra
-        return {name: value for name, value in extra.items() if name not in OFFERED or name in taken}
+        dropped = extra if len(taken) <= len(("updates", "state", "params")) else OFFERED
+        return {name: value for name, value in extra.items() if name not in dropped or name in taken}
 
     def check_state(self, state: object) -> LossScaledState:
         """Return a state after checking that optimizer, policy and dtypes are those of this object."""
