@@ -48,6 +48,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from preamp import casting  # noqa: E402
 from preamp.autocasting.tables import Casting  # noqa: E402
+from preamp.blaming.blame import for_json  # noqa: E402
 from preamp.torch import GradScaler, autocast  # noqa: E402
 from tune_cases import Batch, Loss, Problem  # noqa: E402
 from tune_cases.models import PROBLEMS  # noqa: E402
@@ -191,7 +192,7 @@ def main() -> None:
     print(f"It took {time.perf_counter() - start:.0f} s.")
     if options.json:
         written = {"float32": noises, "rows": [asdict(row) | {"reached": row.reached} for row in rows]}
-        options.json.write_text(json.dumps(_for_json(written), indent=1) + "\n")
+        options.json.write_text(json.dumps(for_json(written), indent=1) + "\n")
 
 
 def _seeds(first: int) -> list[int]:
@@ -360,16 +361,6 @@ def _print_summary(rows: Sequence[Row]) -> None:
     for row in rows:
         if row.kept and row.table in ("tune low", "tune", "greedy"):
             print(f"{row.problem}, {row.dtype}, {row.table}: {row.kept}"[:110])
-
-
-def _for_json(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _for_json(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_for_json(each) for each in value]
-    return value
 
 
 if __name__ == "__main__":

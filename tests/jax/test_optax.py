@@ -185,7 +185,7 @@ def arguments(name: str, x: Any, y: Any, value: Any, gradients: Any) -> dict[str
 
 def trained(name: str, optimizer: Any, scaled: bool) -> Any:
     """Return parameters after all steps, or without loss scaling after those that do not overflow."""
-    if not isinstance(optimizer, optax.MultiSteps):  # it takes them, and its type does not say so
+    if not isinstance(optimizer, optax.MultiSteps):  # its update takes them, but it has another type
         optimizer = optax.with_extra_args_support(optimizer)
 
     def one(params: Any, state: Any, x: Any, y: Any, factor: Any) -> Any:

@@ -265,7 +265,7 @@ class Blame:
         Numbers that are not finite are strings, because JSON has none: "inf", "nan".
         """
         values = {**asdict(self), "rows": [asdict(row) | {"guilty": row.guilty} for row in self.rows]}
-        return {key: _for_json(value) for key, value in values.items()}
+        return {key: for_json(value) for key, value in values.items()}
 
     def to_json(self) -> str:
         """Return everything as JSON."""
@@ -376,11 +376,12 @@ def _short(dtype: str) -> str:
     return SHORT.get(name, name)
 
 
-def _for_json(value: Any) -> Any:
+def for_json(value: Any) -> Any:
+    """Return a value that strict JSON can hold: inf and NaN become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _for_json(each) for key, each in value.items()}
+        return {key: for_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_for_json(each) for each in value]
+        return [for_json(each) for each in value]
     return value

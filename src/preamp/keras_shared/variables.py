@@ -213,8 +213,9 @@ class StateVariables(Generic[S, V]):
     def resumed(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return values by path for saved values by name, perhaps of another policy or guard.
 
-        A policy's numbers that are missing start again, as a guard's state does, or with a warning that of
-        another guard. That the policy gave up is left out: the training that begins here may do better.
+        Missing numbers of the policy start fresh, and so does a guard whose state was not saved or, with a
+        warning, is that of another guard. That the policy gave up is left out: training that resumes may
+        recover.
 
         Raises:
             PolicyError: for a scale or count that training cannot resume from.
@@ -273,7 +274,7 @@ def warn_if_other_guard(guard: Guard[Any] | None, name: str) -> None:
 
 
 def _warn_of_dropped_guard() -> None:
-    """Warn that a guard's state is not loaded, because there is no guard."""
+    """Warn that the saved state of a guard is ignored, because this optimizer has no guard."""
     warnings.warn(
         "The checkpoint holds the state of a guard, and this optimizer has none: spikes are not skipped. "
         "Write LossScaleOptimizer(..., guard=SpikeGuard()), with the guard that was saved, and load again.",
@@ -284,7 +285,7 @@ def _warn_of_dropped_guard() -> None:
 def _resumed_guard(guard: Guard[Any], saved: Mapping[str, Any]) -> Any:
     """Return the guard's state for saved values by name, vectors as lists; other names are ignored.
 
-    Without a guard's state among them, or with a warning with that of another guard, the guard starts anew.
+    The guard starts fresh if no state was saved, and, with a warning, if the state is that of another guard.
     """
     start = guard.start()
     names = [f"guard.{path}" for path, _ in leaves_of(start)]

@@ -27,8 +27,8 @@ REMEDY = "load the model without its optimizer"
 
 # By the names in files: tf_keras's own in checkpoints, where it has one, and dtypes other than float32.
 IN_CHECKPOINTS = {"scale": "current_loss_scale", "good": "good_steps"}
-COUNTS = dict.fromkeys(("good", "steps", "skipped_steps"), tf.int64)
-DTYPES = {**COUNTS, **dict.fromkeys(("last_finite", "last_taken", "last_loss_fits"), tf.bool)}
+INTEGERS = dict.fromkeys(("good", "steps", "skipped_steps"), tf.int64)
+DTYPES = {**INTEGERS, **dict.fromkeys(("last_finite", "last_taken", "last_loss_fits"), tf.bool)}
 
 NO_LOSSES = np.zeros(3, np.float32)
 
@@ -150,7 +150,7 @@ class LossScaleState(theirs._DynamicLossScaleState):
         found: dict[str, Any] = {}
         for path, variable in self.variables.variables.items():
             if isinstance(variable, float):
-                continue  # a fixed scale is no state
+                continue  # a fixed scale is not saved
             value = tf.convert_to_tensor(variable).numpy().tolist()
             # JSON has no inf and NaN, which a norm can be.
             if path.startswith(GUARD) or (math.isfinite(value) and not path.startswith("exhausted")):

@@ -55,7 +55,7 @@ def warn_of_statistics(aux: object, arguments: object) -> None:
 
     Args:
         aux: what the loss function returned besides the loss and the state.
-        arguments: of the loss function. What it returns as it was is no new state.
+        arguments: of the loss function. An argument that is returned unchanged is not a new state.
     """
     same = {id(leaf) for leaf in jax.tree.leaves(arguments)}
     for name, leaf in _statistics(aux, "aux"):

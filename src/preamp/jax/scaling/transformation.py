@@ -348,7 +348,7 @@ class Scaling:
 
     def _accepted(self, extra: dict[str, object]) -> dict[str, object]:
         """Return arguments without those that we offer to every optimizer but that this one does not take."""
-        taken = inspect.signature(self.inner.update).parameters  # optax.MultiSteps takes any; no type says so
+        taken = inspect.signature(self.inner.update).parameters  # not by type: optax.MultiSteps takes any
         if inspect.Parameter.VAR_KEYWORD in [parameter.kind for parameter in taken.values()]:
             return extra
         dropped = extra if len(taken) <= len(("updates", "state", "params")) else OFFERED

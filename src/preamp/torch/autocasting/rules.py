@@ -45,11 +45,7 @@ Action: TypeAlias = Literal[
 - "each": call it, and have PyTorch's autocast cast weights in it at each use, for the same reason.
 """
 LOW = ("float16", "bfloat16")
-UNCACHED = (
-    "once",
-    "each",
-    "steps",
-)  # each use of a weight is cast anew, with its own node in autograd's graph
+UNCACHED = ("once", "each", "steps")  # each use of a weight has a cast of its own in the autograd graph
 BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 

@@ -521,9 +521,7 @@ class GradScaler(TorchPrivateNames):
         One division unscales and clips, so it comes last; until then limits are multiplied by the divisor.
         """
         loss_scale, on_host, guarding = self._loss_scale, way.on_host, self._guarding
-        if on_host is loss_scale.on_device:  # it is where the other way of stepping wants it
-            loss_scale.move(to_device=not on_host)
-        loss_scale.adopt()
+        loss_scale.move(to_device=not on_host)
         state.divided, state.measured, state.gradients = (), None, gather(state.optimizer)
         device: torch.device = loss_scale.tensor.device  # type: ignore[union-attr]  # a loss was scaled
         norm = clip.max_norm is not None
@@ -541,8 +539,8 @@ class GradScaler(TorchPrivateNames):
         if clip != NO_CLIP:
             again = partial(self._meter.norm_again, state, device, on_host=on_host)
             divisor = way.clip(clip, measured.grad_norm, again)
-        if on_host and self.on_step is not None:
-            self._scaled.losses.read()  # beside the flag: later the host would wait for the optimizer
+        if self.on_step is not None:
+            way.read_beside(self._scaled.losses)
         way.divide(divisor, device)
 
     def _unscale_first(self, state: OptimizerState, *, on_host: bool, with_kernel: bool) -> None:
@@ -580,7 +578,7 @@ class GradScaler(TorchPrivateNames):
         state.unscaled, state.agreed, state.measured = Measured[Any](True, None), False, None
         if self._meter.needs_amax:
             rest = OptimizerState(gradients=gradients.without(self._already.among(gradients)))
-            rest.divisor = 1.0 if on_host else torch.ones_like(scale)
+            rest.set_divisor(1.0, on_host=on_host, device=scale.device)
             state.unscaled, _ = measure(rest, None, scale.device, norm=False, amax=True, on_host=on_host)
         flag = number(0.0, scale.device)
         flags = self._unscale_grads_(state.optimizer, self._inverse(scale), flag, True)
@@ -602,9 +600,8 @@ class GradScaler(TorchPrivateNames):
             state.agreed = True
         self._scaled.note_culprits(state, found, found.finite, sizes)
         state.unscaled = found
-        if state.agreed or not on_host:
-            overflow = torch.as_tensor(found.finite, device=device).logical_not().to(torch.float32)
-            state.found_inf_per_device = {place: overflow.to(place) for place in flags}
+        overflow = torch.as_tensor(found.finite, device=device).logical_not().to(torch.float32)
+        state.found_inf_per_device = {place: overflow.to(place) for place in flags}
 
     def _agreed(
         self, state: OptimizerState, mine: Measured[Any], device: torch.device, *, norm: bool, on_host: bool
@@ -678,19 +675,13 @@ class GradScaler(TorchPrivateNames):
 
     def _advance_policy(self, states: dict[int, OptimizerState]) -> None:
         """Advance the policy and record the step; raise if the policy gives up."""
-        found, taken, found_inf = list(states.values()), None, None
+        found, taken = list(states.values()), None
         reading = reading_of(found, self._loss_scale.policy, needs_amax=self._meter.needs_amax)
         if self._guarding is not None:
             self._guarding.commit()
             taken = all_true([state.taken for state in found])
-        if isinstance(reading.finite, Tensor):  # of some optimizer nothing was read
-            self._loss_scale.move(to_device=True)
-            flags = list(found[0].found_inf_per_device.values())
-            if len(found) == len(flags) == 1 and taken is None:
-                found_inf = flags[0].to(self._loss_scale.state.scale.device)
-        new_scale, gave_up = self._loss_scale.advance(
-            reading, taken, counts=counts(found), found_inf=found_inf
-        )
+        flags = [flag for state in found for flag in state.found_inf_per_device.values()]
+        new_scale, gave_up = self._loss_scale.advance(reading, taken, counts=counts(found), flags=flags)
         self._close_iteration(states, new_scale)  # a policy that gives up leaves a record too
         if gave_up:
             # Unlike `raise_if_exhausted`, which names the first step that should have ended the training.

@@ -28,8 +28,6 @@ from preamp.torch.scaling.ranks import number_of_ranks
 from preamp.torch.scaling.scaled import SCALES, ScaledLosses, loss_and_count, loss_of, mean_over_ranks
 
 TO_RESTART = "To start the guard again, write del state_dict['preamp_state']['guard'] before load_state_dict."
-
-
 DROPS_GUARD = (
     "The checkpoint holds the state of a guard, and there is none here: spikes are not skipped. Write guard= "
     "as in the run that saved it, and load it again."
@@ -55,7 +53,7 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Any) -> Fingerprint:
-        """Return the size of an optimizer."""
+        """Return the fingerprint of an optimizer."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return cls(len(parameters), sum(parameter.numel() for parameter in parameters))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,10 +100,8 @@ class LossScale:
             self._stamp()
 
     def move(self, *, to_device: bool) -> None:
-        """Have the state in tensors where the scale's tensor is, which reads nothing, or in floats."""
-        if to_device is self.on_device or self.tensor is None:
-            return
-        if to_device:
+        """Adopt what other code wrote; have the state in tensors, or in floats. Only the latter reads."""
+        if to_device and not self.on_device and self.tensor is not None:
             self._by_kernel = _kernel_agrees(self.policy, self.state)
             device = self.tensor.device
             numbers = [*self.state, 0.0, 1.0, FLOAT32_MAX]
@@ -112,11 +111,11 @@ class LossScale:
             self._flags = zero, one
             self.state = type(self.state)(*tensors)._replace(scale=self.tensor)
             self.on_device, self._snapshot = True, None
-            return
         self.adopt()
-        self.state, self.steps = self.floats(), int(self.steps)
-        self.on_device = self._by_kernel = False
-        self._stamp()
+        if self.on_device and not to_device:
+            self.state, self.steps = self.floats(), int(self.steps)
+            self.on_device = self._by_kernel = False
+            self._stamp()
 
     def floats(self) -> Any:
         """Return the policy's state as floats, with one read if it is on a device."""
@@ -172,7 +171,7 @@ class LossScale:
             self._stamp()
 
     def advance(
-        self, reading: Reading, taken: Any = None, *, counts: Any = True, found_inf: Tensor | None = None
+        self, reading: Reading, taken: Any = None, *, counts: Any = True, flags: Sequence[Tensor] = ()
     ) -> tuple[Any, bool]:
         """Advance by one step; return a `snapshot` of the scale after it, and whether the policy gave up.
 
@@ -180,18 +179,18 @@ class LossScale:
             reading: what was measured in the step.
             taken: whether a guard lets it be taken; None without a guard.
             counts: whether it counts as a step: an optimizer has stepped, or skipped.
-            found_inf: the opposite of `reading.finite` as a float32 on the device, if that is at hand.
+            flags: PyTorch's, of all optimizers and devices: 0 where gradients are finite.
 
         Raises:
             PolicyError: if the policy uses what was not measured. The state is not changed.
         """
-        self.adopt()
+        self.move(to_device=self.on_device or isinstance(reading.finite, Tensor))
         where: Where = choose
         gave_up: Any = False
         if self.on_device:
             where = torch.where
             reading, taken = Reading(self._here(reading.finite), self._here(reading.amax)), self._here(taken)
-        if not (self._by_kernel and self._advanced_by_kernel(reading.finite, taken, found_inf)):
+        if not (self._by_kernel and self._advanced_by_kernel(reading.finite, taken, flags)):
             if self._by_kernel:
                 self._leave_kernel()
             after, gave_up = advance_policy(self.policy, self.state, reading, where, taken)
@@ -239,14 +238,14 @@ class LossScale:
         else:
             self.steps = steps
 
-    def _advanced_by_kernel(self, finite: Any, taken: Tensor | None, found_inf: Tensor | None) -> bool:
+    def _advanced_by_kernel(self, finite: Any, taken: Tensor | None, flags: Sequence[Tensor]) -> bool:
         """Return whether PyTorch's kernel took the step, with two operators instead of thirty."""
         if torch.compiler.is_compiling():
             return False
         rule, scale = self.policy, self.state.scale
         tracker: Any = self.tracker
-        if found_inf is None:
-            found_inf = self.found_inf(finite)
+        is_known = taken is None and len(flags) == 1  # a guard's flag is also set for a spike
+        found_inf = flags[0].to(scale.device) if is_known else self.found_inf(finite)
         before = None if taken is None else (scale.clone(), tracker.clone())
         factors = rule.growth_factor, rule.backoff_factor  # type: ignore[attr-defined]
         try:

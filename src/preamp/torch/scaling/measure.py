@@ -165,7 +165,7 @@ class OptimizerState:
     def read(self) -> OptimizerState:
         """Return what was measured and decided, in Python numbers, after one read if it is on a device."""
         verdict = () if self.judged is None else self.judged[2:]
-        assert self.measured is not None  # or there is no step to read
+        assert self.measured is not None  # otherwise there is no step to read
         finite, scale, norm, amax, loss, taken, *judged = read(*self.measured, self.taken, *verdict)
         found = Measured(bool(finite), scale, norm if finite else None, amax if finite else None, loss)
         state = OptimizerState(measured=found, taken=bool(taken), skips=self.skips, stepped=self.stepped)

@@ -37,7 +37,7 @@ from preamp.torch.scaling.optimizers import (
     may_reevaluate_closure,
     step_takes,
 )
-from preamp.torch.scaling.scaled import Scaled, read_loss
+from preamp.torch.scaling.scaled import Scaled, ScaledLosses, read_loss
 from preamp.torch.scaling.undo import Snapshot, init_optimizer_state, step_where
 
 MAX_DIVISOR = 2.0**100  # well below 2**126, above which a float32 reciprocal is subnormal, and flushed to 0
@@ -163,6 +163,10 @@ class HostStep:
             return divisor
         return max(divisor, min(norm * divisor / max_norm, sys.float_info.max))
 
+    def read_beside(self, losses: ScaledLosses) -> None:
+        """Read the losses beside the flag: later the host would wait for the optimizer."""
+        losses.read()
+
     def divide(self, divisor: Any, device: torch.device) -> None:
         """Divide the gradients in place, or give the number to a fused optimizer."""
         state = self.state
@@ -209,6 +213,9 @@ class DeviceStep(HostStep):
             divide(state, clipping)
             return torch.ones_like(divisor)
         return clipping
+
+    def read_beside(self, losses: ScaledLosses) -> None:
+        pass
 
     def divide(self, divisor: Tensor, device: torch.device) -> None:
         state = self.state
