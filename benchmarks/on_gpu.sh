@@ -64,7 +64,7 @@ step() { # step NAME SECONDS COMMAND...: run it for at most so long, and keep it
     echo "   $last"
     [ $status -eq 0 ] || [ $status -eq 5 ] || broke+=("$name") # 5: nothing but skips
 }
-tests=("$PYTHON" -m pytest -q -p no:cacheprovider)
+tests=("$PYTHON" -m pytest -q -p no:cacheprovider -p no:benchmark) # pytest-benchmark warns beside xdist
 
 # These compute on the GPU.
 step "training on $device beside training on the CPU" 120 \

@@ -20,7 +20,7 @@ INF = math.inf
 FACTORS = (1.0, 1.0, INF, 1.0, INF, INF, 1.0, 1.0, 1.0, 1.0)
 RULE: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
 KINDS: dict[str, Any] = {
-    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True, capturable=True),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, capturable=True),
     "SGD fused": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -100,12 +100,13 @@ def test_a_graph_with_a_policy_that_sees_trains_as_without_a_graph(kind):
     assert_replayed_as(mine, plain)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_fused_step_on_the_device_reads_nothing():
     training = Training("AdamW fused", GradScaler(**RULE), 0.01)
     for _ in range(3):
         training.iteration()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         training.iteration()
     finally:
         torch.cuda.set_sync_debug_mode("default")
