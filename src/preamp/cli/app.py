@@ -397,18 +397,36 @@ def report(
     return 0
 
 
+def _write_json(path: Path, text: str) -> None:
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
 @app.command
-def doctor(traces: Annotated[tuple[Path, ...], Parameter(consume_multiple=True)], /) -> int:
-    """Say what is wrong with the loss scale of recorded runs, and what to write instead.
+def doctor(
+    traces: Annotated[tuple[Path, ...], Parameter(consume_multiple=True)],
+    /,
+    *,
+    explain: bool = False,
+    json_file: Annotated[Path | None, Parameter(name="--json")] = None,
+) -> int:
+    """Say what is wrong with recorded runs, and what to write instead.
 
     Args:
         traces: files that a Trace was written to, or "run.{rank}.jsonl" for the ranks of one job.
+        explain: show every cause that was considered, with what speaks for it and against it.
+        json_file: where to write the same as JSON, by the names of the runs.
     """
     from preamp.doctor import diagnose
 
+    found = {}
     for name, one in _named(traces, list(map(_read, traces))).items():
-        print_diagnosis(name, diagnose(one))
+        found[name] = diagnose(one)
+        print_diagnosis(name, found[name], explain=explain)
         print_lines(f" {said}" for said in events([(name, one)]))
+    if json_file:
+        _write_json(json_file, json.dumps({name: one.to_json() for name, one in found.items()}, indent=1))
     return 0
 
 
@@ -514,9 +532,7 @@ def blame(
         footer=footer([f"{framework}, {found.dtype}"]),
     )
     if json_file:
-        with naming(json_file):
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(found.to_json() + "\n", encoding="utf-8")
+        _write_json(json_file, found.to_json())
     print(found)
     print_open(out_file)
     return 0

@@ -82,16 +82,15 @@ def print_lines(lines: Iterable[str]) -> None:
         out.print(_printable(line))
 
 
-def print_diagnosis(name: str, found: Diagnosis) -> None:
-    """Print what a doctor found in a run, worst first."""
+def print_diagnosis(name: str, found: Diagnosis, *, explain: bool = False) -> None:
+    """Print what a doctor found in a run, worst first, and with `explain` every cause that it considered."""
     out.print(f"\n{_printable(name)}", style="bold")
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 1))
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
     for finding in found.findings:
-        said = f"{finding.kind.capitalize()}: {finding.sentence} {finding.advice}".strip()
-        lines = map(_printable, filter(None, (said, found.remedy(finding))))
-        table.add_row(finding.severity, "\n".join(lines))
+        lines = [*finding.lines(), found.remedy(finding), *(finding.explained() if explain else ())]
+        table.add_row(finding.severity, "\n".join(map(_printable, filter(None, lines))))
     if sum(bool(finding.settings) for finding in found.findings) > 1:
         table.add_row("all this", found.remedy())
     if rehearsal := found.rehearsal():

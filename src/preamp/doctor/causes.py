@@ -1,339 +1,352 @@
-"""Find why a run failed, or lost steps, where the loss scale is not the reason.
+"""What can be wrong with a run: one entry for each cause, with the signs that it predicts and its remedy.
 
-A step goes from the data through weights, modules and the loss to the gradients, and the first of these that
-is not finite is the cause. The functions here follow that order. They use snapshots of the steps that failed
-where there are any, and otherwise the history of the loss and of the gradient norm.
+To add a cause, add an entry, and a test of a run that has it. A number is how often the sign is present in runs
+with this cause; a sign that is not named is as frequent as in all other runs (`Sign.usual`). Remedies refer to
+the pieces of `frameworks.Code`, so that each framework gets its own code.
 """
 
 from __future__ import annotations
 
-import math
-from array import array
-from collections.abc import Sequence
-from dataclasses import replace
-from statistics import median
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
-from preamp.doctor.backward import (
-    in_backward,
-    not_by_scale,
-    not_of_this_pass,
-    sporadic_nan,
-    unnoticed,
-)
-from preamp.doctor.batches import (
-    bad_batches,
-    bad_first_module,
-    bad_inputs,
-    bad_other_pass,
-    bad_targets,
-    large_inputs,
-)
-from preamp.doctor.evidence import Record
-from preamp.doctor.finding import FEWEST, Finding
-from preamp.doctor.first_nonfinite import (
-    Origin,
-    given_far_larger,
-    grown,
-    lost_snapshots,
-    most_common_origin,
-    origin_of,
-)
-from preamp.doctor.forward import (
-    close_to_overflow,
-    forward_nan,
-    forward_overflow,
-    in_a_term,
-    in_loss,
-    nearly_overflows,
-    seems_in_loss,
-    unknown_forward,
-)
-from preamp.doctor.history import (
-    FEW_UPDATES,
-    LATEST,
-    SHORT,
-    Extent,
-    Failure,
-    failure,
-    lost_before,
-    lost_places,
-    number,
-    period_of,
-    update_count,
-)
-from preamp.doctor.snapshots import needs_no_scale
-from preamp.doctor.updates import broken_update, diverged, diverged_in_range, not_skipped
-from preamp.record.snapshots import Snapshot
 
-SATURATED: Final = 3
-"""The exponent of a logit from which on its sigmoid is 1 in float16."""
-EXTREME: Final = 1000.0
-"""A loss this many times the usual one comes from unusual data, since a skipped step keeps the weights."""
-RECENT: Final = 100
-LONE: Final = 5
-"""Too few steps to tell whether they become more frequent."""
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """One thing that can be wrong.
 
-
-# A run that never recovered
-
-
-def failed(record: Record) -> Finding | None:
-    """Find why a run never recovered; None if it did, or if only the scale can be the cause."""
-    end = failure(record)
-    if end is None:
-        return diverged_in_range(record) or _mostly_lost(record)
-    source, extent = _source_of(record, end), Extent.of_failure(record, end)
-    if source is not None and (found := _in_data(record, end, source, extent)):
-        return found
-    if found := diverged(record, end, source):
-        return found
-    if not end.skips and end.start:
-        return not_skipped(record, end)
-    if source is not None:
-        return _at(record, end, source, extent)
-    return _by_history(record, end, extent)
-
-
-def _mostly_lost(record: Record) -> Finding | None:
-    """Find why the loss of most late steps is inf or NaN, where snapshots of such steps show it."""
-    late = record.loss.values[-RECENT:]
-    lost = sum(not math.isfinite(value) for value in late)
-    if 2 * lost < len(late) or not lost_snapshots(record):
-        return None
-    return replace(_lost_steps(record, lost_places(record)), severity="problem")
-
-
-def _source_of(record: Record, end: Failure) -> Origin | None:
-    """Return where the first inf or NaN was in the steps that failed; None without snapshots of them."""
-    first = record.index[end.start]
-    if end.is_forward:  # only the first that shows it: by later steps, more may be inf or NaN
-        source = None
-        for snapshot in lost_snapshots(record, end.start):
-            source = origin_of(record, snapshot)
-            if source.stage != "other pass":
-                break
-        return source
-    snapshots = [
-        snapshot for snapshot in record.snapshots if snapshot.index >= first and not record.is_lost(snapshot)
-    ]
-    origins = [origin_of(record, snapshot) for snapshot in snapshots]
-    return most_common_origin(origins)
-
-
-def _in_data(record: Record, end: Failure, source: Origin, extent: Extent) -> Finding | None:
-    """Find inputs that hold inf or NaN, or values far larger than those of the steps before."""
-    if source.stage == "data" and source.row is not None:
-        return bad_inputs(extent, source.row)
-    if source.stage == "weights" or not (end.is_forward or end.losses == 0):
-        return None
-    large = given_far_larger(record, source.snapshot)
-    return large_inputs(extent, large, source.snapshot.low_dtype) if large is not None else None
-
-
-def _at(record: Record, end: Failure, source: Origin, extent: Extent) -> Finding | None:
-    """Return the finding for the first place in the step that was not finite."""
-    if source.stage == "weights":
-        return broken_update(record, end, source)
-    if source.in_forward and not end.is_backward:
-        return _in_forward(record, end, source, extent)
-    if source.stage == "loss":
-        if _changed_at_once(record, end, source):
-            return bad_targets(extent)
-        return in_loss(extent, is_inf=end.inf > 0)
-    if source.stage == "other pass":
-        return bad_other_pass(extent)
-    if source.stage == "elsewhere" and not end.is_forward:
-        return not_of_this_pass(record, end)
-    if end.is_forward:
-        return _by_history(record, end, extent)
-    return in_backward(record, end, source)
-
-
-def _changed_at_once(record: Record, end: Failure, source: Origin) -> bool:
-    """Return whether every loss is inf or NaN from one step on, though outputs are no larger than before.
-
-    Outputs that a loss function cannot handle appear for some batches first. If all batches fail at once
-    while the weights do not change, the fault is in the batches.
+    Attributes:
+        kind: its name.
+        weight: how common it is, compared with the others.
+        says: what happens, as a sentence; {when} is the steps.
+        remedy: what to do, with pieces of `Code`.
+        predicts: how often each sign is present in runs that have it.
+        settings: whether settings of the policy are advised as well.
+        operation: whether there may be one operation behind it, for `preamp blame` to find.
     """
-    if update_count(record, end.start) < FEW_UPDATES or lost_before(record, end) or not end.skips:
-        return False
-    return not _may_saturate(record, source.snapshot)
+
+    kind: str
+    weight: float = 1.0
+    says: str
+    remedy: str
+    predicts: Mapping[str, float] = field(default_factory=dict)
+    settings: bool = False
+    operation: bool = False
 
 
-def _may_saturate(record: Record, snapshot: Snapshot) -> bool:
-    """Return whether the last outputs may be probabilities of 0 or 1, whose logarithm is inf.
-
-    The sigmoid of a logit of 8 is 1 in float16; the outputs of other losses grow before they overflow.
-    """
-    outputs = [row for row in snapshot.rows if row.what == "activation"]
-    earlier = [one for one in record.snapshots if one.index < snapshot.index and not record.is_lost(one)]
-    if not outputs or not earlier:
-        return True
-    amax = outputs[-1].histogram.amax_exponent
-    larger = grown(earlier[0], snapshot, "activation")
-    return (amax is not None and amax >= SATURATED) or (bool(larger) and max(larger) >= FEWEST)
+LOWER: Final = (
+    "Lower the learning rate, by a factor of 10 to begin with, warm it up, or clip the gradients ({clip})."
+)
+CHECK: Final = "Check the batches of these steps before the model: {code.finite_x}, and {code.largest_x}. Fix or drop such rows."
+FORWARD: Final = " No loss scale helps, because the loss is scaled after the forward pass."
+PARTS: Final = (
+    "inputs bad 2, inputs large 0.5, weights bad 2, module overflow 2, module NaN 2, outputs finite 2, "
+    "gradient overflow 2, gradient NaN 2, pass sound 2"
+)
+"""Where the first inf or NaN of a step can be. What begins in one of these parts leaves the others sound."""
 
 
-def _in_forward(record: Record, end: Failure, source: Origin, extent: Extent) -> Finding:
-    row = source.row
-    assert row is not None  # a break in a module has a row
-    snapshot = source.snapshot
-    is_inf = end.inf > 0 or (row.nans is not None and row.nans < row.histogram.nonfinite)
-    if row.name == "" and row.histogram.total == 1:  # a model that returns its loss
-        return in_loss(extent, is_inf=is_inf)
-    if source.what == "overflow" or (source.what == "unknown" and is_inf):
-        return forward_overflow(extent, source, row)
-    if snapshot.weights:  # and they are finite
-        if source.what == "unknown" and not needs_no_scale(snapshot.band) and not source.is_first:
-            return forward_overflow(extent, source, row)
-        return forward_nan(extent, source, row)
-    if source.what == "unknown" and not needs_no_scale(snapshot.band) and not source.is_first:
-        return forward_overflow(extent, source, row)
-    if update_count(record, end.start) and not lost_before(record, end):
-        return broken_update(record, end, source)
-    if source.is_first and not snapshot.inputs:
-        return bad_first_module(extent, source)
-    return forward_nan(extent, source, row)
+def rates(text: str) -> dict[str, float]:
+    """Return how often signs are present, from words such as "rose 85, fell 50", in percent."""
+    pairs = (one.strip().rpartition(" ") for one in text.split(","))
+    return {name: float(percent) / 100.0 for name, _, percent in pairs}
 
 
-def _by_history(record: Record, end: Failure, extent: Extent) -> Finding | None:
-    """Return the most likely cause where no snapshot shows the first inf or NaN."""
-    if not end.is_forward:
-        return in_backward(record, end, None) if end.is_backward else None
-    is_gradual = lost_before(record, end) or end.not_finite < end.losses
-    if is_gradual and _fell(record, end):
-        return seems_in_loss(extent, is_inf=end.inf > 0)
-    if _is_one_term(record, end):
-        return in_a_term(extent)
-    if any(map(math.isinf, record.loss.values)):
-        return unknown_forward(record, extent)
-    if update_count(record, end.start) and not is_gradual:  # NaN in weights never goes away
-        return broken_update(record, end, None)
-    return _unknown_nan(extent)
+def one_part(text: str) -> dict[str, float]:
+    """Return the same for a cause that begins in one part of a step."""
+    return rates(PARTS) | rates(text)
 
 
-def _fell(record: Record, end: Failure) -> bool:
-    """Return whether the loss had fallen far before the run failed, as predictions became confident."""
-    losses = record.loss.finite()
-    return end.start > 0 and len(losses) > 1 and min(losses) < losses[0] / 2
+OF_LOST_STEPS: Final = (
+    Cause(
+        kind="learning rate",
+        weight=3.0,
+        says="The training diverged: the updates are too large, so the learning rate is too high.",
+        remedy=f"{LOWER} If that does not help, check the optimizer's other settings, such as eps.",
+        predicts=one_part(
+            "weights bad 30, module overflow 50, module NaN 15, outputs finite 20, gradient overflow "
+            "30, gradient NaN 5, outputs saturate 80, all at once 50, to the end 99.8, no update "
+            "before 0.2, few updates 40, loss lost 85, rose 85, weights grew 90, in rhythm 2, loss "
+            "far off 2, began otherwise 2"
+        ),
+    ),
+    Cause(
+        kind="optimizer",
+        weight=0.5,
+        says="An update wrote NaN or inf into the weights {when}, although the gradients were finite.",
+        remedy="Go back to a checkpoint before it, and check the optimizer: eps=0, or an eps that is 0 in float16 "
+        "(1e-8 is), divides zero by zero where a gradient is zero; so does code that divides by a norm. "
+        "`{code.weights_finite}` shows whether weights are finite.",
+        predicts=one_part(
+            "weights bad 98, all at once 90, to the end 99.8, no update before 0.2, few updates 40, "
+            "loss lost 98, inf 15, rose 5, weights grew 20, began otherwise 2"
+        ),
+    ),
+    Cause(
+        kind="not skipped",
+        weight=1.0,
+        says="An update used gradients that were not finite, {when}: no step was skipped, and everything after it "
+        "is lost.",
+        remedy="Go back to a checkpoint before that step. Use a scaler that skips such steps: "
+        "{code.skips_unscaled} does so without scaling.",
+        predicts=one_part(
+            "weights bad 98, to the end 99.8, no update before 15, skipped 2, loss lost 98, rose 15"
+        ),
+    ),
+    Cause(
+        kind="gradients not cleared",
+        weight=1.5,
+        says="Gradients are not cleared: inf or NaN from one step stays in them, so that all later steps are "
+        "skipped ({when}), at any scale.",
+        remedy="{code.clear_sentence} If your loop accumulates gradients itself, begin with zeros: inf times 0 is "
+        "NaN.",
+        predicts=one_part(
+            "pass sound 98, all at once 95, to the end 99.8, no update before 5, skipped 98, loss lost "
+            "0.2, few updates 10, rose 5, any scale 98, worked before 90, began otherwise 50, named 98, "
+            "carried 50"
+        ),
+    ),
+    Cause(
+        kind="another rank",
+        weight=0.1,
+        says="The gradients of this rank are finite, and steps are skipped {when}: another rank has the inf or NaN.",
+        remedy="Look at the records of the other ranks. With a single process, see that gradients are cleared: "
+        "{code.clear}.",
+        predicts=one_part(
+            "pass sound 98, to the end 60, all at once 90, any scale 90, skipped 98, loss lost 2, named 2"
+        ),
+    ),
+    Cause(
+        kind="poisoned buffers",
+        weight=0.6,
+        says="One bad step left inf or NaN in what the model keeps (running statistics, an average or a "
+        "normalizer), and the steps {when} suffer from it{buffers}.",
+        remedy="Go back to a checkpoint before that step, or reset what it keeps: {code.reset_statistics}. "
+        "{code.restore}",
+        predicts=one_part(
+            "module overflow 10, module NaN 90, outputs finite 3, all at once 95, to the end 99.8, no "
+            "update before 5, few updates 10, loss lost 98, skipped 85, inf 10, rose 5, weights grew "
+            "10, buffers 90"
+        ),
+    ),
+    Cause(
+        kind="poisoned average",
+        weight=0.3,
+        says="The outputs of the model are finite and the loss is not, {when}: what is kept beside the model (an average "
+        "of its weights, a teacher, a queue of features, a normalizer) took in the inf or NaN of one bad step.",
+        remedy="Update what is kept only in steps that were taken: {code.if_taken}. Go back to a checkpoint before the "
+        "first of these steps.",
+        predicts=one_part(
+            "inputs bad 20, outputs finite 98, all at once 95, outputs saturate 40, to the end 99.8, "
+            "no update before 5, few updates 10, loss lost 98, inf 15, rose 5, weights grew 10"
+        ),
+    ),
+    Cause(
+        kind="bad inputs",
+        weight=2.0,
+        says="The inputs of some batches hold inf, NaN or values far larger than usual, {when}: what is computed "
+        "from them is lost at any scale.",
+        remedy=CHECK,
+        predicts=one_part(
+            "inputs bad 60, inputs large 40, module overflow 3, module NaN 3, gradient overflow 8, "
+            "gradient NaN 8, pass sound 15, any scale 90, all at once 90, to the end 12, no update before "
+            "10, few updates 5, loss lost 75, rose 5, in rhythm 50, more often 5, loss far off 50, "
+            "weights grew 10, began otherwise 2"
+        ),
+    ),
+    Cause(
+        kind="bad targets",
+        says="The targets of some batches hold inf, NaN or extreme values, {when}: the outputs are finite, and the "
+        "loss is not.",
+        remedy="Check the targets of these steps: {code.finite_y}, and how large they are. A placeholder for missing "
+        "values, such as 1e30 or -1, does this too.",
+        predicts=one_part(
+            "outputs finite 98, pass sound 10, any scale 90, outputs saturate 30, all at once 90, to the "
+            "end 15, no update before 10, few updates 5, loss lost 90, rose 5, in rhythm 50, more often "
+            "5, fell 50, loss far off 40, weights grew 10, own loss 40, began otherwise 2"
+        ),
+    ),
+    Cause(
+        kind="forward overflow",
+        weight=1.5,
+        says="Something overflows {band} in the forward pass, {when}." + FORWARD,
+        remedy="{float32} The next module casts the output back: run that in float32 too, and so on until the values "
+        "are small, or make them smaller where they become large.",
+        predicts=one_part(
+            "module overflow 98, all at once 60, to the end 60, no update before 40, few updates 10, loss "
+            "lost 98, inf 60, rose 18, more often 40, weights grew 30, in rhythm 15"
+        ),
+        operation=True,
+    ),
+    Cause(
+        kind="forward NaN",
+        says="An operation in the forward pass makes NaN or inf of finite values, {when}." + FORWARD,
+        remedy="Look {there}for a division by a norm, a deviation or a count that can be zero, the logarithm or root of "
+        "a value that may be zero or negative, and a softmax over a row that is completely masked: add an epsilon, "
+        "or clamp. Float32 fixes only a difference, an exponential or a mask that is too large for {band}.",
+        predicts=one_part(
+            "module NaN 98, all at once 50, to the end 40, no update before 30, few updates 10, loss lost "
+            "98, inf 20, rose 5, weights grew 20, in rhythm 20"
+        ),
+        operation=True,
+    ),
+    Cause(
+        kind="loss function",
+        says="The loss function makes inf or NaN of finite outputs, {when}." + FORWARD,
+        remedy="Look there for the logarithm of 0, a division by zero, or a sum or power that overflows {band}. Compute "
+        "the loss in float32: {code.loss_in_float32}. Use {code.from_logits} on the raw outputs.",
+        predicts=one_part(
+            "outputs finite 98, pass sound 8, outputs saturate 90, all at once 15, to the end 50, no "
+            "update before 30, few updates 10, loss lost 98, rose 5, fell 70, more often 50, own loss 90, "
+            "weights grew 20, in rhythm 20"
+        ),
+        operation=True,
+    ),
+    Cause(
+        kind="NaN in backward",
+        weight=1.5,
+        says="The derivative of an operation is inf or NaN, {when}: the loss is finite, and the gradients are not, at "
+        "any scale.",
+        remedy="Look {there}for sqrt, norm, log or a power at 0, a division by zero, or {code.where} over a branch that "
+        "is NaN (its gradient is NaN even where it is not chosen). Add an epsilon to the argument, or clamp it.",
+        predicts=one_part(
+            "gradient overflow 15, gradient NaN 98, all at once 40, to the end 40, no update before 40, "
+            "skipped 90, loss lost 3, any scale 90, rose 5, named 98, carried 2, began otherwise 2, loss "
+            "far off 5"
+        ),
+        operation=True,
+    ),
+    Cause(
+        kind="gradient overflow",
+        says="The gradients are, or have become, too large for {band} at the scale of the run, {when}.",
+        remedy="Make the loss smaller: a mean instead of a sum over the batch, targets and inputs (or rewards) of about "
+        "1. If gradients grow from layer to layer or from time step to time step, they explode: smaller initial "
+        "weights, normalization, {clip}.",
+        predicts=one_part(
+            "gradient overflow 98, all at once 60, no update before 30, to the end 60, skipped 98, "
+            "loss lost 5, any scale 10, rose 70, fixed 40, worked before 70, named 98, carried 2, "
+            "loss far off 20"
+        ),
+        settings=True,
+    ),
+    Cause(
+        kind="scale too high",
+        weight=1.5,
+        says="The scale is too high for these gradients and cannot fall: steps are skipped {when}.",
+        remedy="{lower}",
+        predicts=one_part(
+            "gradient overflow 98, all at once 30, to the end 85, no update before 70, skipped 98, loss "
+            "lost 2, any scale 0.2, rose 5, fixed 99.8, worked before 4, named 98, carried 2, began "
+            "otherwise 2"
+        ),
+        settings=True,
+    ),
+    Cause(
+        kind="wrong start",
+        says="The scale starts far too high for these gradients and is still falling at the end of the record.",
+        remedy="{lower}",
+        predicts=one_part(
+            "gradient overflow 98, to the end 99.8, no update before 99.8, skipped 98, loss lost 2, "
+            "any scale 0.2, fixed 2, worked before 2, named 98, carried 2"
+        ),
+        settings=True,
+    ),
+)
 
+OF_RISEN_LOSS: Final = (
+    Cause(
+        kind="learning rate",
+        weight=3.0,
+        says="The training diverged: {rise}. The learning rate is too high; the loss scale did not cause this.",
+        remedy=LOWER,
+        predicts=rates("norm ahead 5, recovers 5, sudden 40, weights grew 95, inputs grew 5, fell first 50"),
+    ),
+    Cause(
+        kind="gradients not cleared",
+        weight=0.3,
+        says="Gradients of earlier steps are added up, so that updates grow: {rise}.",
+        remedy="{code.clear_sentence}",
+        predicts=rates("norm ahead 90, recovers 10, sudden 5, weights grew 95, inputs grew 5, fell first 40"),
+    ),
+    Cause(
+        kind="data changed",
+        weight=0.4,
+        says="The data changed: {rise}, at once.",
+        remedy="Look at the inputs, targets or rewards of the steps from there on: {code.largest_x}. Bring them to the "
+        "size of the earlier ones.",
+        predicts=rates("recovers 5, sudden 98, weights grew 10, inputs grew 50, fell first 80"),
+    ),
+    Cause(
+        kind="loss spike",
+        says="The loss spiked: {rise}, and it recovered.",
+        remedy="Check the data and the learning rate of the steps before it; clip the gradients ({clip}).",
+        predicts=rates("recovers 98, sudden 70, weights grew 50, inputs grew 10"),
+    ),
+)
 
-def _is_one_term(record: Record, end: Failure) -> bool:
-    """Return whether a negative loss became inf, and never NaN: then one of its terms overflows."""
-    before = record.loss.finite(0, end.start)
-    lost = [record.loss.values[place] for place in lost_places(record)]
-    return len(before) >= LATEST and max(before) < 0.0 and set(lost) == {math.inf}
-
-
-def _unknown_nan(extent: Extent) -> Finding:
-    """Return the finding that the loss is NaN and never inf, for an unknown reason."""
-    return extent.finding(
-        "forward NaN",
-        f"The loss is NaN {extent.words}, and was never inf: the forward pass produces NaN or "
-        "overflows, or the input data hold NaN. No loss scale helps, because the loss is scaled "
-        "after the forward pass.",
-        f"Check the batches first: {extent.code.is_finite('x')}. If they are finite, find the first layer "
-        f"whose output is not ({extent.code.find_layer}), and run it in float32, {extent.code.in_float32}.",
-    )
-
-
-# A step here and there
-
-
-def sporadic_failures(record: Record) -> Finding | None:
-    """Find what makes single steps fail at any scale."""
-    if lost := sorted({*lost_places(record), *record.lost_spikes}):
-        return _lost_steps(record, lost)
-    if found := _extreme_batches(record) or unnoticed(record) or sporadic_nan(record):
-        return found
-    periodic = array("q", (skip.place for skip in record.skips.of("sudden")))
-    if len(periodic) >= FEWEST and period_of(periodic) >= 2 * FEWEST and not record.loss.count():
-        return bad_batches(record, periodic, "while the steps around them were fine at the same scale")
-    is_measured = not record.loss.count() and record.grad_norm.count() > 0
-    if is_measured and len(places := not_by_scale(record)) >= FEWEST:
-        why = "gradients were not finite at scales where only gradients far larger than all others overflow"
-        return bad_batches(
-            record,
-            places,
-            why,
-            also=" If they are finite, the derivative of an operation, or the loss, is inf or NaN for them. "
-            f"To find out which, record the loss of each step{record.code.and_snapshots}.",
-        )
-    return None
-
-
-def _extreme_batches(record: Record) -> Finding | None:
-    """Find skipped steps whose own loss or inputs are far larger than those of all others.
-
-    A skipped step does not change the weights, so if the next loss is normal again, it was the batch.
-    """
-    skipped = {record.index[skip.place] for skip in record.skips}
-    given = [
-        (k, row) for k in record.snapshots if k.index in skipped and (row := given_far_larger(record, k))
-    ]
-    sampled = sum(snapshot.index in skipped for snapshot in record.snapshots)
-    if len(given) >= 2 and 2 * len(given) >= sampled:
-        numbers = {snapshot.index for snapshot, _ in given}
-        places = [skip.place for skip in record.skips if record.index[skip.place] in numbers]
-        return large_inputs(Extent.of_steps(record, places), given[-1][1], given[-1][0].low_dtype)
-    losses = record.loss
-    if len(record.skips) < FEWEST:
-        return None
-    usual = array(
-        "d", (abs(losses.values[n]) for n in record.settled if not record.skipped[n] and losses.known[n])
-    )
-    if len(usual) < SHORT:
-        return None
-    bound = max(EXTREME * median(usual), record.band.largest)  # a smaller loss may have a larger weight
-    far = [s.place for s in record.skips if abs(losses[s.place] or 0.0) > bound]
-    alone = [n for n in far if n + 1 < len(record) and abs(losses[n + 1] or 0.0) <= bound / EXTREME**0.5]
-    others = len(record.skips) - len(record.skips.of("growth"))
-    if len(alone) < FEWEST or 2 * len(alone) < others:
-        return None
-    why = f"the loss alone was more than {number(bound)}, and far lower again in the next step"
-    return bad_batches(record, alone, why)
-
-
-def _lost_steps(record: Record, lost: Sequence[int]) -> Finding:
-    extent = Extent.of_steps(record, lost)
-    source = most_common_origin(origin_of(record, snapshot) for snapshot in lost_snapshots(record))
-    is_inf = any(math.isinf(record.lost_spikes.get(place, record.loss.values[place])) for place in lost)
-    if source is not None:
-        large = given_far_larger(record, source.snapshot)
-        if source.stage == "data" and source.row is not None:
-            return bad_inputs(extent, source.row)
-        if large is not None:
-            return large_inputs(extent, large, source.snapshot.low_dtype)
-        if source.in_forward and source.row is not None:
-            if source.snapshot.inputs or not source.is_first:
-                is_overflow = source.what == "overflow" or (source.what == "unknown" and is_inf)
-                return (forward_overflow if is_overflow else forward_nan)(extent, source, source.row)
-            return bad_first_module(extent, source)
-        if source.stage == "loss" and (is_inf or _may_saturate(record, source.snapshot)):
-            return in_loss(extent, is_inf=is_inf)
-        if source.stage == "other pass":
-            return bad_other_pass(extent)
-    elif close := close_to_overflow(record):
-        return nearly_overflows(extent, close)
-    if is_inf and _share_grows(record, lost):
-        return seems_in_loss(extent, is_inf=True)
-    return bad_batches(
-        record,
-        lost,
-        "the loss itself was inf or NaN, which no scale can fix",
-        also=" If they are finite, look for the logarithm of 0 or a sum that overflows float16 in the loss "
-        "function, and for an output that overflows."
-        if is_inf
-        else " If they are finite, an operation turns them into NaN: a division by zero, or the root or "
-        "logarithm of a value that may be zero.",
-    )
-
-
-def _share_grows(record: Record, lost: Sequence[int]) -> bool:
-    """Return whether the loss is inf or NaN more and more often."""
-    if len(lost) <= LONE or period_of(lost):
-        return False
-    middle = (lost[0] + len(record)) / 2
-    late = sum(place >= middle for place in lost)
-    return late >= 3 * (len(lost) - late)
+OF_NO_PROGRESS: Final = (
+    Cause(
+        kind="vanished",
+        says="All gradients are zero: they round to zero in {band}.",
+        remedy="Start high: every step that overflows lowers the scale.",
+        predicts=rates(
+            "gradients zero 98, scaled loss large 5, gradients elsewhere 2, dead outputs 2, bound 2, "
+            "scale to gain 95"
+        ),
+        settings=True,
+    ),
+    Cause(
+        kind="cut off",
+        says="All gradients are zero although the scaled loss is far too large for them to round to zero: the loss does "
+        "not depend on the parameters that are trained.",
+        remedy="Look for {code.stops_gradients}, an argmax or a softmax of one output between the parameters and the "
+        "loss, for frozen parameters, and for an optimizer that was given the parameters of another model.",
+        predicts=rates(
+            "gradients zero 98, scaled loss large 90, gradients elsewhere 2, repeats 50, dead outputs "
+            "4, bound 2, scale to gain 5"
+        ),
+    ),
+    Cause(
+        kind="other parameters",
+        says="The optimizer does not hold all parameters that get gradients{still}.",
+        remedy="{code.make_optimizer}",
+        predicts=rates(
+            "some still 50, all still 60, gradients zero 60, gradients elsewhere 98, repeats 50, "
+            "stopped 2, dead outputs 2, bound 2, scale to gain 30"
+        ),
+    ),
+    Cause(
+        kind="learning rate zero",
+        says="The weights do not change: the loss takes the same values from beginning to end.",
+        remedy="Check that the learning rate is above 0, that the optimizer was given the parameters of this "
+        "model{code.own_parameters}, and that the loss depends on them.",
+        predicts=rates(
+            "some still 2, all still 98, gradients zero 2, repeats 98, stopped 2, dead outputs 2, bound 2"
+        ),
+    ),
+    Cause(
+        kind="stopped learning",
+        says="From step {stopped} on the weights no longer change: the losses repeat exactly.",
+        remedy="Check whether the learning-rate schedule has reached 0. If the loss is worse than before, the learning "
+        "rate was too high, and units have died: lower it, or warm it up.",
+        predicts=rates(
+            "some still 2, all still 98, gradients zero 30, repeats 2, stopped 98, dead outputs 2, bound 2"
+        ),
+    ),
+    Cause(
+        kind="dead units",
+        says="Units are dead: {dead}.",
+        remedy="{revive}",
+        predicts=rates(
+            "some still 2, all still 30, gradients zero 30, repeats 20, stopped 40, dead outputs 98, bound 2"
+        ),
+    ),
+    Cause(
+        kind="clipped while scaled",
+        says="The gradients were clipped while they were still scaled, so that updates are too small by a factor of the "
+        "scale: in nearly all steps the gradient norm times the scale is {bound}.",
+        remedy="{code.clip_unscaled}",
+        predicts=rates("some still 2, all still 10, gradients zero 2, repeats 2, dead outputs 2, bound 98"),
+    ),
+)

@@ -7,32 +7,35 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from preamp.doctor.advice import as_code, as_flags, changed
-from preamp.doctor.backward import exploding, too_large
-from preamp.doctor.causes import failed, sporadic_failures
-from preamp.doctor.evidence import Record
-from preamp.doctor.finding import OFTEN, Finding
-from preamp.doctor.headroom import at_ceiling, never_grew, not_scaled, too_low, vanished
-from preamp.doctor.not_learning import (
-    clipped_while_scaled,
-    dead_units,
-    not_learning,
+from preamp.doctor.answers import (
+    did_not_fall,
+    failed,
+    lost_steps,
+    no_progress,
     poisoned_buffers,
     restored_buffers,
+    risen_for_good,
+    risen_loss,
 )
-from preamp.doctor.skipped_steps import (
+from preamp.doctor.evidence import Record
+from preamp.doctor.finding import OFTEN, Finding
+from preamp.doctor.scale import (
     NEARLY_ALL,
+    at_ceiling,
     backs_off_too_far,
     dragged,
     lost_scale,
+    never_grew,
+    not_scaled,
     oscillating,
-    skips_nearly_all,
     slow,
     too_high,
+    too_large,
+    too_low,
     wrong_start,
 )
 from preamp.doctor.snapshots import bfloat16_would_do, limited, needs_no_scale, overflowed
 from preamp.doctor.spikes import spikes
-from preamp.doctor.updates import loss_spike
 from preamp.policy import Moving, Policy
 from preamp.record.formatting import of_steps, power, powers
 from preamp.record.trace import Summary, Trace
@@ -43,40 +46,11 @@ Rule = Callable[[Record], Finding | None]
 NO_STEPS = "There are no steps in this record."
 WORST_FIRST = ("problem", "warning", "fine", "note")
 
-STANDSTILL: tuple[Rule, ...] = (
-    failed,
-    skips_nearly_all,
-    dead_units,
-    vanished,
-    clipped_while_scaled,
-    not_learning,
-)
-"""Findings that make all others about the scale pointless. Of each such group only the first is reported."""
-DAMAGED: tuple[Rule, ...] = (
-    lost_scale,
-    sporadic_failures,
-    too_large,
-    loss_spike,
-    exploding,
-    backs_off_too_far,
-)
+DAMAGED: tuple[Rule, ...] = (lost_scale, lost_steps, too_large, risen_loss, backs_off_too_far)
+"""Of each group only the first finding is reported."""
 SKIPPED: tuple[Rule, ...] = (slow, oscillating, dragged, too_high)
 UNUSED: tuple[Rule, ...] = (at_ceiling, never_grew, too_low)
 SNAPSHOTS: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
-
-
-OF_OPERATIONS = {
-    "NaN in backward",
-    "forward NaN",
-    "forward overflow",
-    "gradient overflow",
-    "limit",
-    "loss function",
-    "overflows first",
-    "skipping almost every step",
-    "too low",
-}
-"""Findings behind which there may be one operation, for `preamp blame` to find."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +73,7 @@ class Diagnosis:
     @property
     def healthy(self) -> bool:
         """Whether there are no problems and no warnings."""
-        return all(finding.severity in ("note", "fine") for finding in self.findings)
+        return not any(finding.is_bad for finding in self.findings)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -124,13 +98,24 @@ class Diagnosis:
         flags = as_flags(policy, settings) if by_command else ""
         return f"Write policy={as_code(policy)}{f', or {flags}' if flags else ''}."
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the diagnosis as values that JSON can hold; `version` counts changes of this form."""
+        return {
+            "version": 1,
+            "healthy": self.healthy,
+            "findings": [finding.to_json() for finding in self.findings],
+            "remedy": self.remedy(),
+            "rehearsal": self.rehearsal(),
+            "search": self.search(),
+        }
+
     def search(self) -> str:
         """Return the command that finds the operation at fault; "" if none of the findings is about one.
 
         For Keras and TensorFlow there is none: the command runs functions of PyTorch and JAX.
         """
         flags = self.record.code.blame
-        if flags is None or not any(finding.kind in OF_OPERATIONS for finding in self.findings):
+        if flags is None or not any(finding.operation for finding in self.findings):
             return ""
         return (
             f"preamp blame MODULE:FUNCTION --dtype {self.record.band.name}{flags} says which operation of "
@@ -190,22 +175,25 @@ def _consistent(found: Iterable[Finding]) -> Iterator[Finding]:
 def _findings(record: Record) -> list[Finding]:
     if not len(record):
         return [_no_steps(record), *_all(SNAPSHOTS, record)]
-    if broken := _first(STANDSTILL, record):
+    if broken := _first((failed, risen_for_good, no_progress), record):
         # A run that does not train at all needs no advice on how to train better.
         return [*broken, *_all((poisoned_buffers, spikes), record)]
     if unscaled := _first((not_scaled,), record):
         return [*unscaled, *_all((spikes, *SNAPSHOTS), record)]
-    groups: tuple[tuple[Rule, ...], ...] = (DAMAGED, (wrong_start,), SKIPPED, UNUSED)
+    groups: tuple[tuple[Rule, ...], ...] = ((wrong_start,), SKIPPED, UNUSED)
     if record.opening_is_lost:  # the scale fell for other reasons than the size of the gradients
-        groups = (DAMAGED, SKIPPED)
+        groups = (SKIPPED,)
     if len(record.spikes) >= NEARLY_ALL * len(record):  # of so few clean steps the scale could not grow
         groups = tuple(rules for rules in groups if rules is not UNUSED)
-    found = [*_all((poisoned_buffers,), record)]
+    damaged = _first(DAMAGED, record)
+    if any(2 * len(finding.steps) > len(record.skips) for finding in damaged):
+        groups = tuple(rules for rules in groups if rules is not SKIPPED)  # these steps are explained
+    found = [*_all((poisoned_buffers,), record), *damaged]
     found += [found for rules in groups for found in _first(rules, record)]
     spiked = _all((spikes,), record)
     if not found and not any(finding.severity == "problem" for finding in spiked):
         found = [_healthy(record)]
-    return [*found, *spiked, *_all((restored_buffers, *SNAPSHOTS), record)]
+    return [*found, *spiked, *_all((did_not_fall, restored_buffers, *SNAPSHOTS), record)]
 
 
 def _no_steps(record: Record) -> Finding:

@@ -9,7 +9,7 @@ import math
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice, pairwise
 from statistics import median
@@ -266,6 +266,10 @@ class Record:
             was_skipped = bool(skipped)
         return found
 
+    def numbers_of(self, places: Iterable[int]) -> tuple[int, ...]:
+        """Return the indices of some steps, at most of the first hundred."""
+        return tuple(self.index[place] for place in islice(places, SOME))
+
     def fell_early(self, scale: float) -> bool:
         """Return whether a scale, or a lower one, overflowed in the first tenth of `settled` or before."""
         end = self.settled[len(self.settled) // 10] + 1 if self.settled else len(self)
@@ -351,6 +355,13 @@ class Record:
         places = (place for place, index in enumerate(self.index) if index in self._by_snapshot)
         both = [(self._of_amax(place), self._by_snapshot[self.index[place]]) for place in places]
         return max((a - b for a, b in both if a is not None), default=0)
+
+    @property
+    def clip(self) -> str:
+        """The argument that clips gradients: to their usual norm, where it is known."""
+        norms = self.grad_norm.finite()
+        usual = median(norms[: max(20, len(norms) // 10)]) if norms else 0.0
+        return self.code.clip.format(norm=f"{usual or 1.0:.1g}" if usual < 1e4 else f"{usual:.0e}")
 
     @cached_property
     def headroom(self) -> int | None:

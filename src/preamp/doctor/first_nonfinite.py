@@ -47,7 +47,6 @@ class Origin(NamedTuple):
         what: "overflow": the other values are close to the largest number of the format; "NaN": they are
             not, so an operation made it; "unknown": no finite values were left.
         is_first: whether it is the first module in forward.
-        is_steady: whether the outputs of the modules before it are as large as in earlier steps.
     """
 
     stage: Stage
@@ -55,7 +54,6 @@ class Origin(NamedTuple):
     row: SnapshotRow | None = None
     what: What = "unknown"
     is_first: bool = False
-    is_steady: bool = False
 
     @property
     def in_forward(self) -> bool:
@@ -111,14 +109,7 @@ def _in_forward(
     what = _what(snapshot, first, known)
     if what == "NaN" and stage == "module" and own is not None and _may_overflow(snapshot, own):
         what = "overflow"
-    return Origin(
-        stage,
-        snapshot,
-        first,
-        what,
-        is_first=outputs[0] is first,
-        is_steady=_is_steady(snapshot, first, known),
-    )
+    return Origin(stage, snapshot, first, what, is_first=outputs[0] is first)
 
 
 def _may_overflow(snapshot: Snapshot, given: SnapshotRow) -> bool:
@@ -210,18 +201,3 @@ def _what(snapshot: Snapshot, row: SnapshotRow, known: Snapshot | None) -> What:
 
 def _same(snapshot: Snapshot, row: SnapshotRow) -> SnapshotRow | None:
     return next((one for one in _all(snapshot) if (one.name, one.what) == (row.name, row.what)), None)
-
-
-def _is_steady(snapshot: Snapshot, row: SnapshotRow, known: Snapshot | None) -> bool:
-    """Return whether the outputs before a row are as large as they were; False if there are none."""
-    compared = 0
-    for one in snapshot.rows:
-        if one.what != "activation" or one is row:
-            break
-        before = _same(known, one) if known is not None else None
-        amaxes = one.histogram.amax_exponent, before.histogram.amax_exponent if before else None
-        if amaxes[0] is not None and amaxes[1] is not None:
-            if amaxes[0] - amaxes[1] > NEAR:
-                return False
-            compared += 1
-    return compared > 0

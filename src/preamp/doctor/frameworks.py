@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from preamp.doctor.signs import Source
 from preamp.record.trace import Trace
 
 
@@ -20,9 +21,6 @@ class Code:
         finite: tests that every entry of the array {x} is finite.
         largest: the largest magnitude in the array {x}.
         weights_finite: tests that all weights of the model are finite.
-        find_layer: a clause on how to find the first layer whose output is not finite.
-        and_snapshots: " and" what else to record, besides the loss of each step; "" if there is nothing.
-        other_passes: a sentence on how to record the other passes of a step; "" if that is not possible.
         where: the function that chooses between two arrays.
         clear: a clause on clearing gradients in a loop that does not accumulate them on purpose.
         clear_sums: the same for any loop.
@@ -35,21 +33,21 @@ class Code:
         make_optimizer: how to give the optimizer the right parameters; a sentence.
         stops_gradients: what keeps gradients from flowing, as a list.
         in_float32: where or how to compute something in float32.
-        or_operator: " or" how to do so for one operator; "" if there is no way.
         operator_in_float32: a sentence on how to do so for an operator whose layer is not known.
         layer_in_float32: how to do so for the layer {name}, which is at model{path}.
         loss_in_float32: how to do so for the loss.
         from_logits: loss functions that take the logarithm of a softmax or sigmoid safely.
         trace: what records a run.
+        restore: how to keep buffers safe in steps that are skipped; a sentence, "" if there is no way.
+        if_taken: tells whether a step was taken.
+        records: what to write to record more, by what is missing; "" where there is no way.
+        these_steps: how to record snapshots of given steps; "" where there is no way.
         blame: what to add to the flags of `preamp blame`; None where it has no support for the framework.
     """
 
     finite: str
     largest: str
     weights_finite: str
-    find_layer: str
-    and_snapshots: str
-    other_passes: str
     where: str
     clear: str
     clear_sums: str
@@ -62,21 +60,36 @@ class Code:
     make_optimizer: str
     stops_gradients: str
     in_float32: str
-    or_operator: str
     operator_in_float32: str
     layer_in_float32: str
     loss_in_float32: str
     from_logits: str
     trace: str
+    restore: str
+    if_taken: str
+    records: Mapping[Source, str]
+    these_steps: str
     blame: str | None
 
-    def is_finite(self, x: str) -> str:
-        """Return the code that tests whether every entry of an array is finite."""
-        return f"`{self.finite.format(x=x)}`"
+    @property
+    def finite_x(self) -> str:
+        """The code that tests whether every entry of the inputs is finite."""
+        return f"`{self.finite.format(x='x')}`"
 
-    def largest_of(self, x: str) -> str:
-        """Return the code that computes the largest magnitude in an array."""
-        return f"`{self.largest.format(x=x)}`"
+    @property
+    def finite_y(self) -> str:
+        """The same for the targets."""
+        return f"`{self.finite.format(x='y')}`"
+
+    @property
+    def largest_x(self) -> str:
+        """The code that computes the largest magnitude in the inputs."""
+        return f"`{self.largest.format(x='x')}`"
+
+    @property
+    def clear_sentence(self) -> str:
+        """How to clear gradients in any loop; a sentence."""
+        return f"{self.clear_sums[0].upper()}{self.clear_sums[1:]}."
 
     def run_in_float32(self, name: str) -> str:
         """Return the advice to run a layer in float32.
@@ -94,15 +107,11 @@ TORCH: Final = Code(
     finite="{x}.isfinite().all()",
     largest="{x}.abs().max()",
     weights_finite="all(p.isfinite().all() for p in model.parameters())",
-    find_layer="a preamp.torch.Lens names it",
-    and_snapshots=" and snapshots of a Lens",
-    other_passes="If they are finite, record the other passes too: give the Lens an `every` that has no "
-    "divisor in common with the number of passes in a step.",
     where="torch.where",
     clear="call optimizer.zero_grad() after every step, skipped or not",
     clear_sums="call optimizer.zero_grad() after every step, skipped or not, also where gradients are "
     "accumulated",
-    clip="max_norm=1.0",
+    clip="max_norm={norm}",
     clip_unscaled="Let the scaler clip: scaler.step(optimizer, max_norm=...). Or call "
     "scaler.unscale_(optimizer) before clip_grad_norm_.",
     save_scale="Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict().",
@@ -113,7 +122,6 @@ TORCH: Final = Code(
     "model.",
     stops_gradients="detach(), no_grad",
     in_float32="in a region with autocast(enabled=False)",
-    or_operator=', or with casting=casting.DEFAULT.float32("exp") for an operator',
     operator_in_float32="Run the operator that overflows in float32: autocast(..., "
     'casting=casting.DEFAULT.float32("exp")), with the operator\'s name instead of exp. Or make its inputs '
     "smaller.",
@@ -122,6 +130,15 @@ TORCH: Final = Code(
     loss_in_float32="loss_fn(output.float(), target)",
     from_logits="log_softmax, cross_entropy or binary_cross_entropy_with_logits",
     trace="Trace",
+    restore="GradScaler(model=model, restore_buffers=True) sets buffers back when it skips a step.",
+    if_taken="`if not scaler.last_step.skipped:`",
+    records={
+        "loss": "the loss, by scaler.scale(loss)",
+        "norms": "gradient norms, GradScaler(max_norm=math.inf, on_step=trace)",
+        "lens": "snapshots, lens = Lens(model, scaler=scaler, on_snapshot=trace.add_snapshot)",
+        "names": "the names of parameters and buffers, GradScaler(model=model, on_step=trace)",
+    },
+    these_steps="snapshots of these very steps, Lens(model, 1, scaler=scaler, on_snapshot=trace.add_snapshot)",
     blame="",
 )
 
@@ -137,13 +154,10 @@ JAX: Final = Code(
     finite="jnp.isfinite({x}).all()",
     largest="jnp.abs({x}).max()",
     weights_finite="all(jnp.isfinite(p).all() for p in jax.tree.leaves(params))",
-    find_layer="jax_debug_nans and jax_debug_infs stop there",
-    and_snapshots=" and snapshots (preamp.jax.snapshot)",
-    other_passes="If they are finite, record snapshots of the other passes too.",
     where="jnp.where",
     clear="clear accumulated gradients after every step, skipped or not",
     clear_sums="clear accumulated gradients after every step, skipped or not",
-    clip="max_norm=1.0",
+    clip="max_norm={norm}",
     clip_unscaled="Let the transformation clip: loss_scaled(optimizer, max_norm=...).",
     save_scale="Save and load opt_state with the parameters: it contains the scale.",
     reset_statistics="initialize the batch statistics again",
@@ -152,7 +166,6 @@ JAX: Final = Code(
     make_optimizer="Call optimizer.init with the parameters that are trained.",
     stops_gradients="stop_gradient",
     in_float32="with autocast(function, enabled=False)",
-    or_operator=', or with casting=casting.DEFAULT.float32("exp") for a primitive',
     operator_in_float32="Run the primitive that overflows in float32: autocast(..., "
     'casting=casting.DEFAULT.float32("exp")), with the primitive\'s name instead of exp. Or make its inputs '
     "smaller.",
@@ -160,6 +173,15 @@ JAX: Final = Code(
     loss_in_float32="loss_fn(output.astype(jnp.float32), target)",
     from_logits="jax.nn.log_softmax, optax.softmax_cross_entropy or optax.sigmoid_binary_cross_entropy",
     trace="Trace",
+    restore="step(..., has_state=True) keeps the old statistics when it skips a step.",
+    if_taken="`jnp.where(last_step(state).skipped, old, new)`",
+    records={
+        "loss": "the loss, trace(last_step(state)._replace(loss=float(value)))",
+        "norms": "gradient norms, loss_scaled(optimizer, max_norm=math.inf)",
+        "lens": "snapshots of what `watch` marks, trace.add_snapshot(snapshot(...))",
+        "names": "",
+    },
+    these_steps="a snapshot of these very steps",
     blame=" --framework jax",
 )
 
@@ -167,14 +189,10 @@ KERAS: Final = Code(
     finite="numpy.isfinite({x}).all()",
     largest="numpy.abs({x}).max()",
     weights_finite="all(numpy.isfinite(w).all() for w in model.get_weights())",
-    find_layer="keras.Model(model.inputs, [layer.output for layer in model.layers]) returns the output of "
-    "each",
-    and_snapshots="",
-    other_passes="",
     where="keras.ops.where",
     clear="clear accumulated gradients after every step, skipped or not",
     clear_sums="clear accumulated gradients after every step, skipped or not",
-    clip="global_clipnorm=1.0",
+    clip="global_clipnorm={norm}",
     clip_unscaled="Let the optimizer clip: LossScaleOptimizer(optimizer, global_clipnorm=...).",
     save_scale="Save and load the whole model with its optimizer: model.save() and "
     "keras.saving.load_model().",
@@ -184,19 +202,27 @@ KERAS: Final = Code(
     make_optimizer="Make a new optimizer for this model, and give it the model's trainable variables.",
     stops_gradients="stop_gradient",
     in_float32='with dtype="float32"',
-    or_operator="",
     operator_in_float32='Run the layer that overflows in float32: give it dtype="float32". Or make its '
     "inputs smaller.",
     layer_in_float32='give {name} dtype="float32"',
     loss_in_float32='give the last layer dtype="float32"',
     from_logits="a loss with from_logits=True",
     trace="TraceCallback",
+    restore="TraceCallback(..., restore_buffers=True) sets them back when it skips a step.",
+    if_taken="`if not optimizer.last_step.skipped:`",
+    records={
+        "loss": "the loss, by TraceCallback",
+        "norms": "gradient norms, LossScaleOptimizer(optimizer, global_clipnorm=math.inf)",
+        "lens": "the outputs of layers in such a step, keras.Model(model.inputs, [layer.output for layer in "
+        "model.layers])",
+        "names": "",
+    },
+    these_steps="",
     blame=None,
 )
 
 TENSORFLOW: Final = replace(
     KERAS,
-    find_layer="tf.debugging.enable_check_numerics() stops there",
     where="tf.where",
     clip_unscaled="Let the inner optimizer clip, with its argument global_clipnorm.",
     save_scale="Save and load the optimizer with the model, as in tf.train.Checkpoint(model=..., "

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
 from preamp.doctor.evidence import Record
-from preamp.doctor.finding import FEWEST, Finding, Severity
-from preamp.doctor.frameworks import Code
+from preamp.doctor.finding import FEWEST
 
 MOSTLY: Final = 0.9
 """A run has failed from the step on after which this share of steps is bad."""
@@ -116,11 +115,6 @@ def _start(bad: bytearray, least: int) -> int:
     return start
 
 
-def update_count(record: Record, stop: int) -> int:
-    """Return the number of steps taken before a place."""
-    return record.skipped.count(0, 0, stop)
-
-
 def rise(values: Sequence[float]) -> Rise | None:
     """Return how far numbers grew toward their end; None if they did not."""
     if len(values) < 2:
@@ -142,12 +136,6 @@ def lost_places(record: Record) -> Sequence[int]:
     )
 
 
-def lost_before(record: Record, end: Failure) -> bool:
-    """Return whether some steps before the failure had a loss that was not finite."""
-    values, known = record.loss.values[: end.start], record.loss.known
-    return any(known[place] and not math.isfinite(value) for place, value in enumerate(values))
-
-
 def period_of(places: Sequence[int]) -> int:
     """Return the common divisor of the distances between some places; 0 if it is small or places are few."""
     if len(places) < FEWEST:
@@ -156,47 +144,18 @@ def period_of(places: Sequence[int]) -> int:
     return common if common >= 2 * FEWEST else 0
 
 
-class Extent(NamedTuple):
-    """The steps of a run that are lost to one cause.
+def first_of(record: Record, places: Sequence[int]) -> str:
+    """Return the numbers of the first five of some steps for a sentence."""
+    more = ", ..." if len(places) > LATEST else ""
+    return ", ".join(f"{record.index[place]:,}" for place in places[:LATEST]) + more
 
-    Attributes:
-        words: in words, such as "from step 41 on".
-        severity: "problem" for the rest of a run, "warning" for single steps.
-        numbers: the numbers in the words, by name.
-        code: what advice consists of, in the framework of the run.
-    """
 
-    words: str
-    severity: Severity
-    numbers: Mapping[str, float]
-    code: Code
-
-    @classmethod
-    def of_failure(cls, record: Record, end: Failure) -> Extent:
-        """Return the extent of a failure that lasts to the end of the run."""
-        words = "in every step" if end.start == 0 else f"from step {record.index[end.start]:,} on"
-        numbers = {"start": end.start, "skipped": end.skips, "lowest_scale": end.lowest}
-        return cls(words, "problem", numbers, record.code)
-
-    @classmethod
-    def of_steps(cls, record: Record, places: Sequence[int]) -> Extent:
-        """Return the extent of single steps."""
-        some = ", ".join(f"{record.index[place]:,}" for place in places[:5])
-        more = ", ..." if len(places) > 5 else ""
-        steps = "1 step" if len(places) == 1 else f"{len(places):,} steps"
-        period = period_of(places)
-        numbers = {"steps": len(places), "period": period}
-        return cls(f"in {steps} ({some}{more})", "warning", numbers, record.code)
-
-    def finding(self, kind: str, sentence: str, advice: str, **numbers: float) -> Finding:
-        """Return a finding about these steps."""
-        return Finding(
-            kind=kind,
-            severity=self.severity,
-            sentence=sentence,
-            advice=advice,
-            numbers={**self.numbers, **numbers},
-        )
+def words_of(record: Record, places: Sequence[int]) -> str:
+    """Return some steps for a sentence: how many, and the first five."""
+    steps = "1 step" if len(places) == 1 else f"{len(places):,} steps"
+    period = period_of(places)
+    again = f", {period:,} steps apart or a multiple of that" if period else ""
+    return f"in {steps} ({first_of(record, places)}){again}"
 
 
 def number(value: float) -> str:
@@ -204,8 +163,3 @@ def number(value: float) -> str:
     if value == 0.0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.3g}"
-
-
-def sentence_of(clause: str) -> str:
-    """Return a clause as a sentence."""
-    return f"{clause[0].upper()}{clause[1:]}."

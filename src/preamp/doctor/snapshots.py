@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import reduce
 from operator import add
 from typing import Final, NamedTuple
@@ -13,6 +14,7 @@ from preamp.record.exponents import BANDS, Band, ExponentHistogram, exponent_of
 from preamp.record.formatting import percent, power, powers, two_to
 from preamp.record.snapshots import Snapshot, SnapshotRow, owner
 
+SHOWN: Final = 5  # names in a sentence
 FEW: Final = 1 / 1000
 """A smaller share of lost entries is ignored."""
 WIDE: Final = 1e30
@@ -204,3 +206,20 @@ def bfloat16_would_do(record: Record) -> Finding | None:
 
 
 _BITS: Final = {"float16": 11, "float8_e5m2": 3, "float8_e4m3fn": 4}
+
+
+def first_parameter(record: Record) -> str:
+    """Name the parameter whose gradient was most often the first with inf or NaN, as far as that is known."""
+    for name, count in record.first_culprits.most_common(1):
+        return (
+            f" In backward, {name} was the first parameter with inf or NaN in {count:,} of "
+            f"{record.first_culprits.total():,} skipped steps."
+        )
+    names = listed([name for name, _ in record.culprits.most_common()])
+    return f" In backward, inf or NaN reached {names}; the order is not known." if names else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names for a sentence: the first five, and how many more there are."""
+    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

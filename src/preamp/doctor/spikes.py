@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, OFTEN, Finding
-from preamp.doctor.skipped_steps import NEARLY_ALL
+from preamp.doctor.history import first_of
+from preamp.doctor.scale import NEARLY_ALL
 from preamp.errors import PolicyError
 from preamp.guards import RULES, Guard, NormLimit, SpikeGuard
 from preamp.guards.systems import GuardDialect, NormThreshold, Rolling
@@ -33,11 +34,13 @@ def spikes(record: Record) -> Finding | None:
     count, share = len(record.spikes), len(record.spikes) / max(len(record), 1)
     if not count:
         return None
-    start, length = _longest_run(sorted(record.spikes))
+    places = sorted(record.spikes)
+    start, length = _longest_run(places)
     sentence = (
         f"The guard skipped {of_steps(count, len(record))} because of the {_causes(record)}; "
-        f"longest run: {length:,}."
+        f"longest run: {length:,}; steps {first_of(record, places)}."
     )
+    steps = record.numbers_of(places)
     numbers = {"spikes": count, "share": share, "longest_run": length}
     if length >= LONG_RUN:
         is_last = start + length == len(record)
@@ -48,6 +51,7 @@ def spikes(record: Record) -> Finding | None:
             f"{', and the trace ends during that run' if is_last else ''}.",
             advice=_advice_on_a_run(record, range(start, start + length)),
             numbers=numbers,
+            steps=steps,
         )
     is_often, is_always = share >= OFTEN and count >= FEWEST, share >= NEARLY_ALL and count >= LONG_RUN
     return Finding(
@@ -56,6 +60,7 @@ def spikes(record: Record) -> Finding | None:
         sentence=sentence,
         advice=_advice_on_many(record) if is_often else "",
         numbers=numbers,
+        steps=steps,
     )
 
 

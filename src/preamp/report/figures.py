@@ -31,6 +31,7 @@ HUGE = 1e30  # beyond, an axis cannot be drawn
 MOST_MOVES = 2000
 # Distinguishable with any color vision (Okabe and Ito 2008).
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555")
+MARKED = "#d55e00"
 Style: TypeAlias = dict[str, Any]
 
 
@@ -43,12 +44,14 @@ class Curve:
         trace: the steps.
         color: any color that matplotlib accepts; None picks one.
         is_reference: True draws a broad line, which stays visible beneath other lines.
+        steps: steps to mark below the line, such as those that the doctor's findings are about.
     """
 
     name: str
     trace: Trace
     color: str | None = None
     is_reference: bool = False
+    steps: tuple[int, ...] = ()
 
 
 def loss_figure(curves: Sequence[Curve]) -> str:
@@ -127,6 +130,9 @@ def _svg(curves: Sequence[Curve], title: str, draw: Callable[[Axes, Curve, Style
     styles = _styles(curves)
     for curve in sorted(curves, key=lambda curve: not curve.is_reference):  # later ones cover it
         draw(axes, curve, styles[curve.name])
+        if curve.steps:
+            below: Style = {"transform": axes.get_xaxis_transform(), "color": MARKED, "clip_on": False, "zorder": 4}
+            axes.plot(curve.steps, [0.0] * len(curve.steps), "|", markersize=9, **below)
     axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
     axes.set_xlabel("step")
     _add_legend(figure, axes)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 from matplotlib.image import imsave
 from numpy.typing import NDArray
 
-from preamp.doctor import lost_words
+from preamp.doctor import Diagnosis, diagnose, lost_words
 from preamp.record.files import naming, replacing
 from preamp.record.snapshots import Snapshot, merge_snapshots
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
@@ -27,7 +28,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; }
 body { margin: 0 auto; padding: 1.2rem; max-width: 1240px; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0.4rem 0; }
 h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
-p { max-width: 46rem; }
+p, li { max-width: 46rem; }
 details { margin: 0.8rem 0; }
 summary { cursor: pointer; color: #0072b2; }
 .figures { display: grid; gap: 1rem 2rem; margin-top: 2rem; }
@@ -71,8 +72,8 @@ def write_report(
         path: the file to write. Missing folders are made.
         title: its heading.
         lead: introductory paragraphs.
-        curves: the traces to draw. A figure without numbers is left out. Of the first few traces with
-            snapshots, the latest snapshot is drawn.
+        curves: the traces to draw, of which the doctor's findings stand at the top. A figure without numbers is
+            left out. Of the first few traces with snapshots, the latest snapshot is drawn.
         table: one row each, heading to cell; all rows have the same headings.
         strips: rows of pictures to compare.
         strips_title: the heading above them.
@@ -82,8 +83,11 @@ def write_report(
     Raises:
         OSError: naming the file, if it cannot be written.
     """
+    found = [(curve, diagnose(curve.trace)) for curve in curves]
+    curves = [replace(curve, steps=_steps(diagnosis)) for curve, diagnosis in found]
     sections = [
         "".join(f"<p>{escape(text)}</p>" for text in lead),
+        *_findings({curve.name: diagnosis for curve, diagnosis in reversed(found)}),
         *_pictures(strips, strips_title),
         f'<div class="figures">{"".join(map(_figure, _figures(curves)))}</div>',
         *map(_figure, figures),
@@ -109,6 +113,27 @@ def write_report(
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(page.encode("utf-8", errors="replace"))
+
+
+def _steps(diagnosis: Diagnosis) -> tuple[int, ...]:
+    """Return the steps that problems and warnings are about."""
+    return tuple(sorted({step for one in diagnosis.findings if one.is_bad for step in one.steps}))
+
+
+def _findings(found: Mapping[str, Diagnosis]) -> list[str]:
+    """Return what is wrong with each run; nothing if all are healthy."""
+    bad = {name: [one for one in diagnosis.findings if one.is_bad] for name, diagnosis in found.items()}
+    named = {name: findings for name, findings in reversed(bad.items()) if findings}
+    if not named:
+        return []
+    sections = ["<h2>What the doctor found</h2>"]
+    for name, findings in named.items():
+        rows = [[*one.lines(), found[name].remedy(one)] for one in findings]
+        items = "".join(f"<li>{'<br>'.join(map(escape, filter(None, lines)))}</li>" for lines in rows)
+        sections.append(f"<p><b>{escape(name)}</b></p><ul>{items}</ul>")
+    if any(_steps(found[name]) for name in named):
+        sections.append("<p>Short lines at the bottom of the figures mark the steps that this is about.</p>")
+    return sections
 
 
 def _figures(curves: Sequence[Curve]) -> list[str]:

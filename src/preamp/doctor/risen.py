@@ -1,0 +1,136 @@
+"""A loss that rose far while steps were taken, and its signs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Final
+
+from preamp.doctor.evidence import Record
+from preamp.doctor.finding import FEWEST
+from preamp.doctor.first_nonfinite import updates_grew
+from preamp.doctor.history import LATEST, SHORT, TENFOLD, TWOFOLD, Rise
+from preamp.doctor.signs import Signs
+
+SUDDEN: Final = 5.0  # times the highest loss of the steps before
+WINDOW: Final = 10
+AHEAD: Final = 2.5
+
+
+class Risen:
+    """A loss that rose far while steps were taken.
+
+    Attributes:
+        record: the run.
+        loss: from where to where it rose; None if it did not.
+        place: where it was highest.
+        recovers: whether it fell again.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self.record, self.loss, self.recovers, self.place = record, None, False, 0
+        self.losses = losses = record.loss.finite()
+        if len(losses) < SHORT:
+            return
+        levels = [median(losses[n : n + LATEST]) for n in range(0, len(losses) - LATEST + 1, LATEST)]
+        quarter = max(20, len(losses) // 4)
+        self.late, self.first = median(losses[-quarter:]), min(losses[0], levels[0])
+        top = max(range(len(levels)), key=levels.__getitem__)
+        best = min(levels[: top + 1])
+        self.best = best
+        stays = Rise(best, self.late)
+        if best > 0.0 and stays.ratio >= TENFOLD and self.late > losses[0]:
+            self.loss = stays
+        elif best > 0.0 and _forgot(levels, top, self.late):
+            self.loss = Rise(best, levels[top])
+        elif spike := _spike(losses):
+            self.loss, self.recovers = spike, True
+        self.place = max(range(len(losses)), key=losses.__getitem__)
+
+    def __bool__(self) -> bool:
+        return self.loss is not None
+
+
+def _forgot(levels: Sequence[float], top: int, late: float) -> bool:
+    """Return whether a loss fell, rose far above where it began, and then stayed about where it began."""
+    first, best = levels[0], min(levels[: top + 1])
+    rose = Rise(best, levels[top]).ratio >= TENFOLD and Rise(first, levels[top]).ratio >= TWOFOLD
+    return rose and 2 * late >= first and Rise(best, late).ratio >= TWOFOLD
+
+
+SPIKE, SPIKE_STEPS, SPIKE_WINDOW = 10.0, 4, 50
+HARMLESS: Final = 0.2  # times the first losses: a spike below this does little harm
+
+
+def _spike(losses: Sequence[float]) -> Rise | None:
+    """Return a loss that rose far for some steps and recovered."""
+    if min(losses) <= 0.0:
+        return None
+    place = max(range(SPIKE_WINDOW // 2, len(losses)), key=losses.__getitem__)
+    base = median(losses[max(0, place - SPIKE_WINDOW) : max(1, place - SPIKE_STEPS)])
+    if losses[place] < max(SPIKE * base, HARMLESS * median(losses[:SPIKE_STEPS])):
+        return None
+    bound = max(3 * base, math.sqrt(base * losses[place]))
+    low, high = place, place
+    while low > 0 and losses[low - 1] > bound:
+        low -= 1
+    while high + 1 < len(losses) and losses[high + 1] > bound:
+        high += 1
+    after = losses[high + 1 :]
+    lasts = high - low + 1 >= SPIKE_STEPS
+    return Rise(base, losses[place]) if lasts and after and median(after) <= bound else None
+
+
+SIGNS: Final = Signs()
+
+
+@SIGNS.add("recovers", "it recovered", "it did not recover", usual=0.3)
+def _recovers(risen: Risen) -> bool:
+    return risen.recovers
+
+
+@SIGNS.add("fell first", "the loss had fallen before", "the loss never fell")
+def _fell_first(risen: Risen) -> bool:
+    return risen.best < 0.5 * risen.first
+
+
+@SIGNS.add("weights grew", "updates made weights or outputs far larger", "no weight grew", "lens")
+def _weights_grew(risen: Risen) -> bool | None:
+    return updates_grew(risen.record)
+
+
+@SIGNS.add("sudden", "it rose from one step to the next", "it rose gradually", "loss")
+def _sudden(risen: Risen) -> bool:
+    """Whether the loss was calm, and then several times as high from one step to the next."""
+    losses = risen.losses
+    jumps = [
+        n
+        for n in range(WINDOW, len(losses) - LATEST)
+        if median(losses[n : n + LATEST]) > SUDDEN * max(losses[n - WINDOW : n]) > 0.0
+    ]
+    return bool(jumps)
+
+
+@SIGNS.add(
+    "norm ahead",
+    "the gradient norm grew before the loss rose",
+    "the gradient norm did not grow before the loss rose",
+    "norms",
+    usual=0.3,
+)
+def _norm_ahead(risen: Risen) -> bool | None:
+    """Whether the gradient norm grew while the loss did not, as sums of gradients do."""
+    losses, norms = risen.losses, risen.record.grad_norm.finite()
+    rises = next((n for n, loss in enumerate(losses) if loss > 2 * risen.first), len(losses))
+    lowest = min(range(rises), key=losses.__getitem__, default=0)
+    if lowest < 2 or len(norms) < len(losses):
+        return None
+    return median(norms[lowest - 1 : lowest + 2]) > AHEAD * norms[0]
+
+
+@SIGNS.add("inputs grew", "the inputs became larger", "the inputs are as large as before", "lens", usual=0.1)
+def _inputs_grew(risen: Risen) -> bool | None:
+    seen = [one.inputs[0].histogram.amax_exponent for one in risen.record.snapshots if one.inputs]
+    known = [one for one in seen if one is not None]
+    return max(known) - known[0] >= FEWEST - 1 if len(known) > 1 else None

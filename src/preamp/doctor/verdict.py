@@ -1,0 +1,142 @@
+"""Compare the signs of a run with what each cause predicts, and answer in one of three ways.
+
+Each sign multiplies the weight of a cause by how often the cause shows it, as in a naive Bayes classifier. A sign
+that is unknown changes nothing. A cause is excluded if it has become `EXCLUDED` times less likely than the
+likeliest one. If that is left alone, it is the cause; if at most three are left, it is one of them; if more are,
+the record cannot tell, and the answer is what to record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from preamp.doctor.causes import Cause
+from preamp.doctor.finding import Verdict
+from preamp.doctor.signs import Sign, Source
+
+EXCLUDED: Final = 15.0
+SPEAKS: Final = 1.3
+"""A sign speaks for a cause that shows it this many times as often as the others that are left."""
+MOST: Final = 3
+ENOUGH: Final = 0.85
+"""The share of all likelihood that the causes which are named have together."""
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A cause and what the record says about it.
+
+    Attributes:
+        cause: the entry.
+        score: the logarithm of its weight after all signs.
+        found: for each known sign whether it is present.
+    """
+
+    cause: Cause
+    score: float
+    found: Mapping[str, bool]
+
+    def chance(self, name: str, sign: Sign) -> float:
+        """Return how likely what was found is under this cause."""
+        present = self.cause.predicts.get(name, sign.usual)
+        return present if self.found[name] else 1.0 - present
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """All causes of one kind of trouble, likeliest first.
+
+    Attributes:
+        weighed: the causes.
+        signs: what was looked for.
+        unknown: the signs that the record does not tell.
+    """
+
+    weighed: tuple[Weighed, ...]
+    signs: Mapping[str, Sign]
+    unknown: tuple[str, ...]
+
+    @property
+    def left(self) -> tuple[Weighed, ...]:
+        """The causes that are not excluded."""
+        best = self.weighed[0].score
+        return tuple(one for one in self.weighed if best - one.score < math.log(EXCLUDED))
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the record can tell."""
+        left = self.left
+        if len(left) == 1:
+            return "cause"
+        best = self.weighed[0].score
+        shares = [math.exp(one.score - best) for one in self.weighed]
+        return "one of" if sum(shares[:MOST]) >= ENOUGH * sum(shares) else "unknown"
+
+    @property
+    def likely(self) -> tuple[Weighed, ...]:
+        """The first of the causes that are left, as many as an answer names."""
+        return self.left[:MOST]
+
+    def speaks_for(self, one: Weighed) -> list[str]:
+        """Return what speaks for a cause, strongest first, compared with all others that are not excluded."""
+        others = [other for other in self.left if other is not one] or [
+            other for other in self.weighed if other is not one
+        ]
+        return self._words(one, others, SPEAKS)
+
+    def speaks_against(self, one: Weighed) -> list[str]:
+        """Return what speaks against a cause, strongest first, compared with the likeliest one."""
+        best = self.weighed[0] if one is not self.weighed[0] else self.weighed[1]
+        ratios = {
+            name: best.chance(name, sign) / one.chance(name, sign)
+            for name, sign in self.signs.items()
+            if name in one.found
+        }
+        order = sorted(
+            (name for name, ratio in ratios.items() if ratio >= SPEAKS), key=lambda name: -ratios[name]
+        )
+        return [self._word(one, name) for name in order]
+
+    def _words(self, one: Weighed, others: Sequence[Weighed], least: float) -> list[str]:
+        ratios = {}
+        for name, sign in self.signs.items():
+            if name in one.found:
+                usual = sum(other.chance(name, sign) for other in others) / len(others)
+                ratios[name] = one.chance(name, sign) / usual
+        order = sorted(
+            (name for name, ratio in ratios.items() if ratio >= least), key=lambda name: -ratios[name]
+        )
+        return [words for name in order if (words := self._word(one, name))]
+
+    def _word(self, one: Weighed, name: str) -> str:
+        sign = self.signs[name]
+        return sign.present if one.found[name] else sign.absent
+
+    def to_record(self) -> list[Source]:
+        """Return what to record so that fewer causes are left, most useful first."""
+        useful: dict[Source, float] = {}
+        for name in self.unknown:
+            sign = self.signs[name]
+            chances = [one.cause.predicts.get(name, sign.usual) for one in self.left]
+            useful[sign.source] = max(useful.get(sign.source, 0.0), max(chances) - min(chances))
+        return sorted(
+            (source for source, gain in useful.items() if gain >= 0.5), key=lambda source: -useful[source]
+        )
+
+
+def weigh(causes: Sequence[Cause], signs: Mapping[str, Sign], trouble: Any) -> Weighing:
+    """Return how well each cause explains the signs of some trouble."""
+    tested = {name: sign.test(trouble) for name, sign in signs.items()}
+    found = {name: present for name, present in tested.items() if present is not None}
+    weighed = []
+    for cause in causes:
+        score = math.log(cause.weight)
+        for name, present in found.items():
+            chance = cause.predicts.get(name, signs[name].usual)
+            score += math.log(chance if present else 1.0 - chance)
+        weighed.append(Weighed(cause, score, found))
+    weighed.sort(key=lambda one: -one.score)
+    return Weighing(tuple(weighed), signs, tuple(name for name in signs if name not in found))
