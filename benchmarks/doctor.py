@@ -3,8 +3,8 @@
 Run: python benchmarks/doctor.py [--json FILE] [--only NAME] [--seeds 3] [--without losses]
 
 Each run trains a small network in PyTorch or JAX for a few hundred steps and takes about a second. The
-doctor's first finding is compared with the cause that was built in. `HELD_OUT` names the runs that were not
-looked at while the rules were written.
+doctor's first finding is compared with the cause that was built in: it has to name it, alone or among three.
+`HELD_OUT` names the runs that were not looked at while the rules of 0.2 were written.
 """
 
 from __future__ import annotations
@@ -205,17 +205,17 @@ def torch_run(seed: int, **settings: Any) -> Trace:
     return TorchRun(seed, **settings).train()
 
 
-@case("diverged")
+@case("learning rate")
 def torch_sgd_learning_rate_too_high(seed: int) -> Trace:
     return torch_run(seed, lr=3.0)
 
 
-@case("diverged")
+@case("learning rate")
 def torch_sgd_learning_rate_far_too_high(seed: int) -> Trace:
     return torch_run(seed, lr=300.0)
 
 
-@case("diverged", "dead units")
+@case("learning rate", "dead units")
 def torch_deep_net_diverges_without_norms(seed: int) -> Trace:
     def deep() -> nn.Module:
         return nn.Sequential(
@@ -231,7 +231,7 @@ def torch_deep_net_diverges_without_norms(seed: int) -> Trace:
     return torch_run(seed, model=deep, lr=1.0, max_norm=None)
 
 
-@case("diverged", held_out=True)
+@case("learning rate", held_out=True)
 def torch_learning_rate_jumps_late(seed: int) -> Trace:
     def jump(run: TorchRun, index: int) -> None:
         if index == 120:
@@ -248,12 +248,12 @@ def torch_gradients_are_never_cleared(seed: int) -> Trace:
     return torch_run(seed, before=keep, lr=0.3)
 
 
-@case("diverged")
+@case("learning rate")
 def torch_bfloat16_diverges(seed: int) -> Trace:
     return torch_run(seed, lr=3.0, dtype=torch.bfloat16, policy=Static(1.0))
 
 
-@case("diverged", held_out=True)
+@case("learning rate", held_out=True)
 def torch_float32_diverges_without_a_scaler(seed: int) -> Trace:
     return torch_run(seed, lr=3.0, dtype=None, scaled=False)
 
@@ -357,7 +357,7 @@ def torch_divides_by_a_deviation_of_zero(seed: int) -> Trace:
     return torch_run(seed, model=lambda: Net(normalize))
 
 
-@case("bad data")
+@case("bad inputs", "bad targets")
 def torch_one_bad_batch_in_each_epoch(seed: int) -> Trace:
     def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x = x.clone()
@@ -368,7 +368,7 @@ def torch_one_bad_batch_in_each_epoch(seed: int) -> Trace:
     return torch_run(seed, data=spoil)
 
 
-@case("bad data")
+@case("bad inputs", "bad targets")
 def torch_one_bad_batch(seed: int) -> Trace:
     def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x = x.clone()
@@ -379,7 +379,7 @@ def torch_one_bad_batch(seed: int) -> Trace:
     return torch_run(seed, data=spoil)
 
 
-@case("bad data")
+@case("bad inputs", "bad targets")
 def torch_nan_in_every_batch(seed: int) -> Trace:
     def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x = x.clone()
@@ -389,7 +389,7 @@ def torch_nan_in_every_batch(seed: int) -> Trace:
     return torch_run(seed, data=spoil)
 
 
-@case("bad data", held_out=True)
+@case("bad inputs", "bad targets", held_out=True)
 def torch_bad_labels_in_some_batches(seed: int) -> Trace:
     chosen = torch.rand(400, generator=torch.Generator().manual_seed(seed)) < 0.05
 
@@ -467,7 +467,7 @@ def torch_one_parameter_has_an_infinite_gradient(seed: int) -> Trace:
     return torch_run(seed, model=Spoilt)
 
 
-@case("exploding gradients", "gradient overflow", "diverged")
+@case("gradient overflow", "gradient overflow", "learning rate")
 def torch_recurrent_net_explodes(seed: int) -> Trace:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -490,12 +490,12 @@ def torch_initial_scale_far_too_high(seed: int) -> Trace:
     return torch_run(seed, policy=Dynamic(init_scale=2.0**40, max_scale=2.0**60))
 
 
-@case("skipping almost every step", "scale too high")
+@case("scale too high", "gradient overflow", "NaN in backward", "scale too high")
 def torch_static_scale_far_too_high(seed: int) -> Trace:
     return torch_run(seed, policy=Static(2.0**26))
 
 
-@case("too high", "skipping almost every step", held_out=True)
+@case("too high", "scale too high", "gradient overflow", "NaN in backward", held_out=True)
 def torch_static_scale_a_little_too_high(seed: int) -> Trace:
     probe = torch_run(seed, policy=Headroom(), steps=120)
     amaxes = sorted(step.amax / step.scale for step in probe if step.amax)
@@ -514,7 +514,7 @@ def torch_backoff_too_strong(seed: int) -> Trace:
     return torch_run(seed, policy=policy)
 
 
-@case("skipping almost every step", "scale at its floor")
+@case("scale too high", "gradient overflow", "NaN in backward", "scale at its floor")
 def torch_scale_at_its_floor(seed: int) -> Trace:
     return torch_run(
         seed, policy=Dynamic(min_scale=1.0), loss=lambda a, y: 1e7 * nn.functional.mse_loss(a, y), lr=1e-9
@@ -537,7 +537,7 @@ def torch_no_scaling_in_float16(seed: int) -> Trace:
     return torch_run(seed, scaled=False, loss=lambda a, y: 1e-6 * nn.functional.mse_loss(a, y), lr=5e4)
 
 
-@case("broken update")
+@case("optimizer")
 def torch_adam_without_epsilon(seed: int) -> Trace:
     def half_dead() -> nn.Module:
         net = Net()
@@ -589,12 +589,12 @@ def torch_batch_norm_keeps_an_inf(seed: int) -> Trace:
     return torch_run(seed, model=normed, data=spoil)
 
 
-@case("not learning")
+@case("learning rate zero", "other parameters", "cut off")
 def torch_learning_rate_zero(seed: int) -> Trace:
     return torch_run(seed, lr=0.0)
 
 
-@case("dead units", "vanished", "not learning")
+@case("dead units", "vanished", "learning rate zero", "other parameters", "cut off")
 def torch_every_unit_is_dead(seed: int) -> Trace:
     def dead() -> nn.Module:
         net = Net()
@@ -611,7 +611,7 @@ def torch_every_unit_is_dead(seed: int) -> Trace:
     )
 
 
-@case("not learning", held_out=True)
+@case("learning rate zero", "other parameters", "cut off", held_out=True)
 def torch_optimizer_has_other_parameters(seed: int) -> Trace:
     def swap(run: TorchRun, index: int) -> None:
         if index == 0:
@@ -688,12 +688,12 @@ def jax_run(
     return trace
 
 
-@case("diverged")
+@case("learning rate")
 def jax_learning_rate_too_high(seed: int) -> Trace:
     return jax_run(seed, lr=2.0, max_norm=math.inf) if False else jax_run(seed, lr=2.0)
 
 
-@case("diverged", held_out=True)
+@case("learning rate", held_out=True)
 def jax_adam_learning_rate_too_high(seed: int) -> Trace:
     return jax_run(seed, optimizer=optax.adam(30.0))
 
@@ -708,7 +708,7 @@ def jax_exponential_overflows_from_the_start(seed: int) -> Trace:
     return jax_run(seed, change=lambda h, index: jnp.exp((30 * h).astype(jnp.float16)))
 
 
-@case("bad data")
+@case("bad inputs", "bad targets")
 def jax_some_bad_batches(seed: int) -> Trace:
     return jax_run(seed, data=lambda n, x, y: (x.at[0, 0].set(jnp.nan), y) if n % 36 == 20 else (x, y))
 
@@ -728,14 +728,14 @@ def jax_growth_interval_too_short(seed: int) -> Trace:
     return jax_run(seed, policy=Dynamic(growth_interval=5))
 
 
-@case("scale at its floor", "skipping almost every step", held_out=True)
+@case("scale at its floor", "scale too high", "gradient overflow", "NaN in backward", held_out=True)
 def jax_loss_is_far_too_large(seed: int) -> Trace:
     return jax_run(
         seed, policy=Dynamic(min_scale=1.0), error=lambda a, y: 1e7 * jnp.mean((a - y) ** 2), lr=1e-9
     )
 
 
-@case("not learning", held_out=True)
+@case("learning rate zero", "other parameters", "cut off", held_out=True)
 def jax_constant_loss(seed: int) -> Trace:
     return jax_run(seed, lr=0.0)
 
@@ -844,22 +844,22 @@ def healthy_jax_adam_headroom(seed: int) -> Trace:
 # Written after the rules, to see what they make of causes that they were not written for
 
 
-@case("diverged", held_out=True)
+@case("learning rate", held_out=True)
 def torch_momentum_above_one(seed: int) -> Trace:
     return torch_run(seed, optimizer=lambda named: torch.optim.SGD(named, lr=0.02, momentum=1.1), steps=400)
 
 
-@case("forward NaN", "bad data", held_out=True)
+@case("forward NaN", "bad inputs", "bad targets", held_out=True)
 def jax_nan_in_every_batch(seed: int) -> Trace:
     return jax_run(seed, data=lambda n, x, y: (x.at[3].set(jnp.nan), y))
 
 
-@case("diverged", "gradient overflow", "exploding gradients", held_out=True)
+@case("learning rate", "gradient overflow", "gradient overflow", held_out=True)
 def torch_targets_are_not_normalized(seed: int) -> Trace:
     return torch_run(seed, data=lambda n, x, y: (x, 1e5 * y))
 
 
-@case("forward NaN", "bad data", "forward overflow", held_out=True)
+@case("forward NaN", "bad inputs", "bad targets", "forward overflow", held_out=True)
 def torch_root_of_a_negative_variance_now_and_then(seed: int) -> Trace:
     def spread(h: Tensor) -> Tensor:
         low = (h + 20.0).half()
@@ -869,7 +869,7 @@ def torch_root_of_a_negative_variance_now_and_then(seed: int) -> Trace:
     return torch_run(seed, model=lambda: Net(spread))
 
 
-@case("clipped while scaled", "not learning", held_out=True)
+@case("clipped while scaled", "learning rate zero", "other parameters", "cut off", held_out=True)
 def torch_clips_scaled_gradients(seed: int) -> Trace:
     def clip(run: TorchRun, index: int) -> None:
         nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
@@ -916,7 +916,7 @@ def jax_norm_of_zeros_after_a_while(seed: int) -> Trace:
     return jax_run(seed, error=error)
 
 
-@case("diverged", held_out=True)
+@case("learning rate", held_out=True)
 def jax_weight_growth_in_bfloat16(seed: int) -> Trace:
     return jax_run(
         seed,
@@ -927,7 +927,7 @@ def jax_weight_growth_in_bfloat16(seed: int) -> Trace:
     )
 
 
-@case("bad data", held_out=True)
+@case("bad inputs", "bad targets", held_out=True)
 def torch_extreme_inputs_now_and_then(seed: int) -> Trace:
     chosen = torch.rand(400, generator=torch.Generator().manual_seed(seed)) < 0.04
 
@@ -1005,7 +1005,7 @@ def torch_cosine_of_a_zero_row(seed: int) -> Trace:
     return torch_run(seed, loss=cosine)
 
 
-@case("diverged", held_out=True)
+@case("learning rate", held_out=True)
 def torch_no_warmup_in_a_deep_net(seed: int) -> Trace:
     def deep() -> nn.Module:
         layers = [part for _ in range(8) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
@@ -1019,7 +1019,7 @@ def torch_growth_factor_far_too_large(seed: int) -> Trace:
     return torch_run(seed, policy=Dynamic(growth_factor=2.0**10, backoff_factor=2.0**-10, growth_interval=20))
 
 
-@case("bad data", held_out=True)
+@case("bad inputs", "bad targets", held_out=True)
 def torch_infinite_target_once(seed: int) -> Trace:
     def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return (
@@ -1029,7 +1029,16 @@ def torch_infinite_target_once(seed: int) -> Trace:
     return torch_run(seed, data=spoil)
 
 
-@case("not scaled", "vanished", "too low", "never grew", "not learning", held_out=True)
+@case(
+    "not scaled",
+    "vanished",
+    "too low",
+    "never grew",
+    "learning rate zero",
+    "other parameters",
+    "cut off",
+    held_out=True,
+)
 def torch_saturated_sigmoids(seed: int) -> Trace:
     def deep() -> nn.Module:
         layers = [part for _ in range(12) for part in (nn.Linear(WIDTH, WIDTH), nn.Sigmoid())]
@@ -1043,7 +1052,7 @@ def torch_exponential_in_the_loss(seed: int) -> Trace:
     return torch_run(seed, loss=lambda a, y: torch.exp(((a - y) * 40).half().square()).float().mean())
 
 
-@case("stopped learning", "diverged", held_out=True)
+@case("stopped learning", "learning rate", held_out=True)
 def jax_adam_without_decay_of_the_second_moment(seed: int) -> Trace:
     return jax_run(seed, optimizer=optax.chain(optax.scale_by_rms(decay=0.0, eps=1e-12), optax.scale(-3.0)))
 
@@ -1056,7 +1065,7 @@ def healthy_torch_small_loss(seed: int) -> Trace:
 # Written after runs of other engineers, who did not know the rules
 
 
-@case("bad data")
+@case("bad inputs", "bad targets")
 def torch_placeholder_in_the_targets(seed: int) -> Trace:
     def spoil(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         y = y.clone()
@@ -1067,7 +1076,7 @@ def torch_placeholder_in_the_targets(seed: int) -> Trace:
     return torch_run(seed, data=spoil)
 
 
-@case("bad data")
+@case("bad inputs", "bad targets")
 def torch_inputs_in_other_units_from_some_step_on(seed: int) -> Trace:
     return torch_run(seed, data=lambda n, x, y: (x * 1e7 if n >= 120 else x, y), model=lambda: Net(torch.exp))
 
@@ -1155,7 +1164,7 @@ def torch_clears_the_head_alone(seed: int) -> Trace:
     return torch_run(seed, before=keep, loss=error, lr=1e-3)
 
 
-@case("dead units", "diverged")
+@case("dead units", "learning rate")
 def torch_units_die_in_one_large_step(seed: int) -> Trace:
     def kill(run: TorchRun, index: int) -> None:
         if index == 60:
@@ -1165,7 +1174,7 @@ def torch_units_die_in_one_large_step(seed: int) -> Trace:
     return torch_run(seed, before=kill)
 
 
-@case("diverged", "loss spike")
+@case("learning rate", "loss spike")
 def torch_rate_jumps_in_bfloat16(seed: int) -> Trace:
     def jump(run: TorchRun, index: int) -> None:
         if index == 100:
@@ -1180,7 +1189,7 @@ def torch_rate_jumps_in_bfloat16(seed: int) -> Trace:
     )
 
 
-@case("stopped learning", "not learning")
+@case("stopped learning", "learning rate zero", "other parameters", "cut off")
 def torch_schedule_ends_at_half(seed: int) -> Trace:
     def end(run: TorchRun, index: int) -> None:
         run.optimizer.param_groups[0]["lr"] = 0.05 if index < 120 else 0.0
@@ -1218,7 +1227,7 @@ def torch_logarithm_of_saturated_answers(seed: int) -> Trace:
     return torch_run(seed, loss=crossed, optimizer=lambda named: torch.optim.Adam(named, lr=3e-2), batches=4)
 
 
-@case("broken update")
+@case("optimizer")
 def jax_adam_without_epsilon(seed: int) -> Trace:
     def blank(index: int, x: Any, y: Any) -> tuple[Any, Any]:
         return x.at[:, 3].set(0.0 if index >= 50 else x[:, 3]), y
@@ -1519,7 +1528,7 @@ def jax_rare_wrong_labels(seed: int) -> Trace:
     return jax_seen(seed, loss, params, batch, optax.adam(1e-2), steps=450, policy=policy)
 
 
-@case("diverged", "stopped learning", "dead units")
+@case("learning rate", "stopped learning", "dead units")
 def jax_rate_jumps_when_warmup_ends(seed: int) -> Trace:
     schedule = optax.join_schedules([lambda n: 0.003, lambda n: 0.8], [120])
     params = jax_dense(np.random.default_rng(seed), 16, 32, 32, 5)
@@ -1562,12 +1571,11 @@ class Result:
 
 
 def judge(case: Case, seed: int, found: Diagnosis) -> Result:
-    """Compare the first finding with the cause; a healthy run must have no problem and no warning."""
+    """Return whether the first finding names the cause, alone or among three; or no problem and no warning."""
     first = found.findings[0]
-    right = first.kind in case.cause if case.cause else found.healthy
-    words = f"{first.sentence} {first.advice}".strip()
-    held_out = case.name in HELD_OUT
-    return Result(case.name, seed, case.cause, first.kind, first.severity, words, right, held_out)
+    right = bool({*first.kinds} & {*case.cause}) if case.cause else found.healthy
+    words, kinds = " ".join(first.lines()), " or ".join(first.kinds) or first.kind
+    return Result(case.name, seed, case.cause, kinds, first.severity, words, right, case.name in HELD_OUT)
 
 
 def stripped(trace: Trace, without: Sequence[str]) -> Trace:

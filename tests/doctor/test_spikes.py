@@ -68,7 +68,7 @@ def test_a_long_run_says_where_it_began(until: int | None, severity: str) -> Non
     losses = [*LEVEL[:200], *[30.0] * 12, *(LEVEL[212:] if until else [])]
     (finding,) = [one for one in diagnose(recorded(losses)).findings if one.kind == "a long run of spikes"]
     assert finding.severity == severity
-    assert "longest run: 12." in finding.sentence
+    assert "longest run: 12;" in finding.sentence
     assert "began at step 200" in finding.sentence
     assert ("the trace ends during that run" in finding.sentence) == (until is None)
     assert "lower `patience`" in finding.advice
@@ -83,7 +83,10 @@ def test_both_causes_are_counted() -> None:
         for one in diagnose(simulate(Static(1.0), readings, guard=guards.SpikeGuard())).findings
         if one.kind == "spikes"
     ]
-    assert "because of the loss (1) and the gradient norm (1); longest run: 1." in finding.sentence
+    assert (
+        "because of the loss (1) and the gradient norm (1); longest run: 1; steps 100, 300."
+        in finding.sentence
+    )
 
 
 def norms(often: float) -> list[Reading]:

@@ -109,7 +109,7 @@ OF_LOST_STEPS: Final = (
     ),
     Cause(
         kind="another rank",
-        weight=0.1,
+        weight=0.2,
         says="The gradients of this rank are finite, and steps are skipped {when}: another rank has the inf or NaN.",
         remedy="Look at the records of the other ranks. With a single process, see that gradients are cleared: "
         "{code.clear}.",
@@ -138,8 +138,8 @@ OF_LOST_STEPS: Final = (
         remedy="Update what is kept only in steps that were taken: {code.if_taken}. Go back to a checkpoint before the "
         "first of these steps.",
         predicts=one_part(
-            "inputs bad 20, outputs finite 98, all at once 95, outputs saturate 40, to the end 99.8, "
-            "no update before 5, few updates 10, loss lost 98, inf 15, rose 5, weights grew 10"
+            "inputs bad 30, outputs finite 60, all at once 95, outputs saturate 40, to the end 99.8, no "
+            "update before 5, few updates 10, loss lost 98, inf 15, rose 5, weights grew 10"
         ),
     ),
     Cause(
@@ -150,7 +150,7 @@ OF_LOST_STEPS: Final = (
         remedy=CHECK,
         predicts=one_part(
             "inputs bad 60, inputs large 40, module overflow 3, module NaN 3, gradient overflow 8, "
-            "gradient NaN 8, pass sound 15, any scale 90, all at once 90, to the end 12, no update before "
+            "gradient NaN 8, pass sound 15, any scale 90, all at once 90, to the end 20, no update before "
             "10, few updates 5, loss lost 75, rose 5, in rhythm 50, more often 5, loss far off 50, "
             "weights grew 10, began otherwise 2"
         ),
@@ -163,7 +163,7 @@ OF_LOST_STEPS: Final = (
         "values, such as 1e30 or -1, does this too.",
         predicts=one_part(
             "outputs finite 98, pass sound 10, any scale 90, outputs saturate 30, all at once 90, to the "
-            "end 15, no update before 10, few updates 5, loss lost 90, rose 5, in rhythm 50, more often "
+            "end 25, no update before 10, few updates 5, loss lost 90, rose 5, in rhythm 50, more often "
             "5, fell 50, loss far off 40, weights grew 10, own loss 40, began otherwise 2"
         ),
     ),
@@ -175,7 +175,7 @@ OF_LOST_STEPS: Final = (
         "are small, or make them smaller where they become large.",
         predicts=one_part(
             "module overflow 98, all at once 60, to the end 60, no update before 40, few updates 10, loss "
-            "lost 98, inf 60, rose 18, more often 40, weights grew 30, in rhythm 15"
+            "lost 98, inf 60, rose 20, more often 40, weights grew 30, in rhythm 15"
         ),
         operation=True,
     ),
@@ -211,7 +211,7 @@ OF_LOST_STEPS: Final = (
         remedy="Look {there}for sqrt, norm, log or a power at 0, a division by zero, or {code.where} over a branch that "
         "is NaN (its gradient is NaN even where it is not chosen). Add an epsilon to the argument, or clamp it.",
         predicts=one_part(
-            "gradient overflow 15, gradient NaN 98, all at once 40, to the end 40, no update before 40, "
+            "gradient overflow 8, gradient NaN 98, all at once 40, to the end 40, no update before 40, "
             "skipped 90, loss lost 3, any scale 90, rose 5, named 98, carried 2, began otherwise 2, loss "
             "far off 5"
         ),
@@ -224,9 +224,9 @@ OF_LOST_STEPS: Final = (
         "1. If gradients grow from layer to layer or from time step to time step, they explode: smaller initial "
         "weights, normalization, {clip}.",
         predicts=one_part(
-            "gradient overflow 98, all at once 60, no update before 30, to the end 60, skipped 98, "
-            "loss lost 5, any scale 10, rose 70, fixed 40, worked before 70, named 98, carried 2, "
-            "loss far off 20"
+            "gradient overflow 98, all at once 60, no update before 30, to the end 60, skipped 98, loss "
+            "lost 5, any scale 20, rose 70, fixed 40, worked before 70, named 98, carried 2, loss far off "
+            "20, loss too large 30"
         ),
         settings=True,
     ),
@@ -238,7 +238,7 @@ OF_LOST_STEPS: Final = (
         predicts=one_part(
             "gradient overflow 98, all at once 30, to the end 85, no update before 70, skipped 98, loss "
             "lost 2, any scale 0.2, rose 5, fixed 99.8, worked before 4, named 98, carried 2, began "
-            "otherwise 2"
+            "otherwise 2, loss too large 25"
         ),
         settings=True,
     ),
@@ -247,8 +247,8 @@ OF_LOST_STEPS: Final = (
         says="The scale starts far too high for these gradients and is still falling at the end of the record.",
         remedy="{lower}",
         predicts=one_part(
-            "gradient overflow 98, to the end 99.8, no update before 99.8, skipped 98, loss lost 2, "
-            "any scale 0.2, fixed 2, worked before 2, named 98, carried 2"
+            "gradient overflow 98, to the end 99.8, no update before 99.8, skipped 98, loss lost 2, any "
+            "scale 0.2, fixed 2, worked before 2, named 98, carried 2, loss too large 25"
         ),
         settings=True,
     ),
@@ -292,7 +292,7 @@ OF_NO_PROGRESS: Final = (
         remedy="Start high: every step that overflows lowers the scale.",
         predicts=rates(
             "gradients zero 98, scaled loss large 5, gradients elsewhere 2, dead outputs 2, bound 2, "
-            "scale to gain 95"
+            "scale to gain 95, repeats 30"
         ),
         settings=True,
     ),
@@ -339,7 +339,7 @@ OF_NO_PROGRESS: Final = (
         says="Units are dead: {dead}.",
         remedy="{revive}",
         predicts=rates(
-            "some still 2, all still 30, gradients zero 30, repeats 20, stopped 40, dead outputs 98, bound 2"
+            "some still 2, all still 30, gradients zero 30, repeats 10, stopped 40, dead outputs 98, bound 2"
         ),
     ),
     Cause(
@@ -347,6 +347,6 @@ OF_NO_PROGRESS: Final = (
         says="The gradients were clipped while they were still scaled, so that updates are too small by a factor of the "
         "scale: in nearly all steps the gradient norm times the scale is {bound}.",
         remedy="{code.clip_unscaled}",
-        predicts=rates("some still 2, all still 10, gradients zero 2, repeats 2, dead outputs 2, bound 98"),
+        predicts=rates("some still 2, all still 10, gradients zero 2, repeats 15, dead outputs 2, bound 98"),
     ),
 )

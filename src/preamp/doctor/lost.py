@@ -33,7 +33,7 @@ from preamp.doctor.history import (
 )
 from preamp.doctor.signs import Signs
 from preamp.doctor.snapshots import is_in_order, needs_no_scale
-from preamp.policy import Moving, Static
+from preamp.policy import Static
 from preamp.record.exponents import exponent_of
 
 FEW_UPDATES: Final = 4
@@ -73,15 +73,14 @@ class Lost:
             return lost
         if len(alone := _alone(record)) >= FEWEST:
             return alone
-        if places := _of_large_inputs(record):
+        if places := _shown(record):
             return places
         sudden = array("q", (skip.place for skip in record.skips.of("sudden")))
-        if period_of(sudden) >= 2 * FEWEST:
+        if period_of(sudden) >= 2 * FEWEST and not record.loss.count():
             return sudden
         if max(record.loss.count(), record.grad_norm.count()) < SHORT:
             return ()
-        places = _not_by_scale(record)
-        return () if _stand_out(record, places) else places
+        return _not_by_scale(record)
 
     @cached_property
     def loss_lost(self) -> bool | None:
@@ -133,12 +132,18 @@ def _alone(record: Record) -> Sequence[int]:
     return [n for n in far if n + 1 < len(record) and abs(losses[n + 1] or 0.0) <= bound / EXTREME**0.5]
 
 
-def _of_large_inputs(record: Record) -> Sequence[int]:
-    """Return the skipped steps whose snapshots show inputs far larger than those of other steps."""
+def _shown(record: Record) -> Sequence[int]:
+    """Return the skipped steps whose snapshots show that no scale helps, if most such snapshots do."""
     skipped = {record.index[skip.place]: skip.place for skip in record.skips}
     seen = [one for one in record.snapshots if one.index in skipped]
-    large = [one for one in seen if given_far_larger(record, one)]
-    return [skipped[one.index] for one in large] if len(large) >= max(2, len(seen) / 2) else ()
+    shown = [one for one in seen if given_far_larger(record, one) or _is_derivative(origin_of(record, one))]
+    return [skipped[one.index] for one in shown] if len(shown) >= max(2, len(seen) / 2) else ()
+
+
+def _is_derivative(source: Origin) -> bool:
+    """Return whether a gradient holds NaN among small values, as of a derivative that is not finite."""
+    row = source.row
+    return source.stage == "backward" and source.what == "NaN" and row is not None and bool(row.nans)
 
 
 def _not_by_scale(record: Record) -> Sequence[int]:
@@ -156,6 +161,8 @@ def _not_by_scale(record: Record) -> Sequence[int]:
         and largest / skip.scale >= needed
         and abs(record.loss[skip.place] or 0.0) * skip.scale <= largest
     ]
+    if _stand_out(record, certain):
+        return ()
     others = [skip for skip in record.skips if skip.cause != "growth"]
     if certain and len(others) > FEWEST:  # lower scales did not help
         scales = [skip.scale for skip in others]
@@ -260,6 +267,8 @@ def _is_inf(lost: Lost) -> bool | None:
     "rose", "loss or gradient norm had risen tenfold before", "nothing had risen before", "norms", usual=0.2
 )
 def _rose(lost: Lost) -> bool | None:
+    if not _updates(lost):
+        return None
     losses, norms = _before(lost, "loss"), _before(lost, "grad_norm")
     loss, norm = rise(losses), rise(norms)
     grew = loss is not None and loss.ratio >= TENFOLD
@@ -271,7 +280,7 @@ def _rose(lost: Lost) -> bool | None:
 @SIGNS.add("fell", "the loss had fallen by half before", "the loss had not fallen before")
 def _fell(lost: Lost) -> bool | None:
     losses = _before(lost, "loss")
-    return min(losses) < losses[0] / 2 if len(losses) > LATEST else None
+    return min(losses) < losses[0] / 2 if len(losses) > LATEST and _updates(lost) else None
 
 
 def _before(lost: Lost, column: str) -> Sequence[float]:
@@ -322,15 +331,29 @@ def _any_scale(lost: Lost) -> bool | None:
     return True if lost.end is None and len(_not_by_scale(record)) >= FEWEST else None
 
 
+@SIGNS.add(
+    "loss too large",
+    "the scaled loss overflows at every scale",
+    "the scaled loss does not overflow",
+    usual=0.02,
+)
+def _too_large(lost: Lost) -> bool | None:
+    record = lost.record
+    losses = [abs(loss) for n in lost.places if (loss := record.loss[n]) is not None and math.isfinite(loss)]
+    lowest = min(record.scales[n] for n in lost.places)
+    return median(losses) * lowest > record.band.largest if losses and not lost.loss_lost else None
+
+
 @SIGNS.add("fixed", "the scale could not fall", "the scale could fall", usual=0.2)
 def _is_fixed(lost: Lost) -> bool | None:
     record = lost.record
     scales = [record.scales[n] for n in lost.places[-2 * LATEST :]]
     if not any(record.skipped) or min(scales) <= record.band.normal:
         return None
-    if isinstance(record.policy, Moving):
-        return max(scales) <= (getattr(record.policy, "min_scale", None) or 0.0)
-    return isinstance(record.policy, Static) or len(set(scales)) == 1
+    if isinstance(record.policy, Static) or max(scales) <= (getattr(record.policy, "min_scale", None) or 0.0):
+        return True
+    waits = int(getattr(record.policy, "hysteresis", 1))
+    return len(scales) >= 2 * LATEST > waits and len(set(scales)) == 1
 
 
 @SIGNS.add("worked before", "steps had worked at such a scale", "no step had worked at such a scale")
@@ -509,7 +532,7 @@ def _gradient_nan(lost: Lost) -> bool | None:
 
 def _in_gradient(lost: Lost, what: What) -> bool | None:
     source = lost.origin
-    if source is None:
+    if source is None or _inputs_large(lost):
         return None
     if source.stage != "backward":
         return False if source.in_forward or _has(lost, "backward") else None

@@ -40,9 +40,10 @@ class Risen:
         best = min(levels[: top + 1])
         self.best = best
         stays = Rise(best, self.late)
-        if best > 0.0 and stays.ratio >= TENFOLD and self.late > losses[0]:
+        grew = self.late >= 2 * losses[0] or (self.late > losses[0] and bool(updates_grew(record)))
+        if best > 0.0 and stays.ratio >= TENFOLD and grew:
             self.loss = stays
-        elif best > 0.0 and _forgot(levels, top, self.late):
+        elif best > 0.0 and _forgot(levels, top, self.late) and updates_grew(record) is not False:
             self.loss = Rise(best, levels[top])
         elif spike := _spike(losses):
             self.loss, self.recovers = spike, True

@@ -131,7 +131,12 @@ def _svg(curves: Sequence[Curve], title: str, draw: Callable[[Axes, Curve, Style
     for curve in sorted(curves, key=lambda curve: not curve.is_reference):  # later ones cover it
         draw(axes, curve, styles[curve.name])
         if curve.steps:
-            below: Style = {"transform": axes.get_xaxis_transform(), "color": MARKED, "clip_on": False, "zorder": 4}
+            below: Style = {
+                "transform": axes.get_xaxis_transform(),
+                "color": MARKED,
+                "clip_on": False,
+                "zorder": 4,
+            }
             axes.plot(curve.steps, [0.0] * len(curve.steps), "|", markersize=9, **below)
     axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
     axes.set_xlabel("step")
