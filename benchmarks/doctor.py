@@ -1571,7 +1571,7 @@ class Result:
 
 
 def judge(case: Case, seed: int, found: Diagnosis) -> Result:
-    """Return whether the first finding names the cause, alone or among three; or no problem and no warning."""
+    """Return whether the first finding names the cause, or that a healthy run has none."""
     first = found.findings[0]
     right = bool({*first.kinds} & {*case.cause}) if case.cause else found.healthy
     words, kinds = " ".join(first.lines()), " or ".join(first.kinds) or first.kind

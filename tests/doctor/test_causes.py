@@ -581,8 +581,6 @@ def test_gradients_that_overflow_at_the_lowest_scale_are_too_large_and_not_nan()
                 Snapshot(index, trace[index].scale, "float16", (row("head", "activation", 1), flow))
             )
         assert kind == first(trace).kinds[0]
-    huge = run(0, 100, lost=3e12)
-    assert first(huge).kind == "gradient overflow"
 
 
 def sporadic(places: set[int], *, lost: float, norm: float | None, steps: int = 300) -> Trace:

@@ -33,6 +33,7 @@ OF_TORCH = re.compile(
 )
 OF_CASTING = re.compile(r"autocast|casting|max_norm|optax|jnp|opt_state")
 ALIKE = {"jax": {"clip", "trace"}, "keras": set[str](), "tensorflow": {"trace"}}
+MAPS = {"records": dict.fromkeys(("loss", "norms", "lens", "names"), "<records>")}
 
 
 def texts() -> Iterator[str]:
@@ -117,6 +118,21 @@ def in_the_whole_model() -> Trace:
     return with_snapshots(run(0, 60, lost=math.inf), 1, rows=(row("", "activation", 15, nonfinite=9),))
 
 
+def after_nan() -> Trace:
+    gone = row("stem", "weight", 1, nonfinite=9)
+    return with_snapshots(
+        taken([0.5] * 30 + [math.nan] * 30), 40, rows=(row("stem", "activation", 1),), weights=(gone,)
+    )
+
+
+def beside_the_model() -> Trace:
+    trace = run(41, 100, losses=[0.5] * 5, norms=[0.9] * 5, lost=math.nan)
+    for place in (40, 42, 80):
+        given = {"inputs": (row("stem", "input", 1),), "weights": (row("stem", "weight", 1),)}
+        with_snapshots(trace, place, rows=(row("stem", "activation", 1), row("stem", "flow", 1)), **given)
+    return trace
+
+
 def restarted() -> Trace:
     steps = [Step(n, 8.0, True, False, 8.0) for n in range(100)]
     scales = [2.0 ** max(3, 16 - n) for n in range(100)]
@@ -154,6 +170,9 @@ PLANTED: dict[str, Callable[[], Trace]] = {
     "the loss is tiny": lambda: Trace(
         taken([1e-12 * (101 + n * 7919 % 101) for n in range(120)]), policy=repr(Static(2.0**16))
     ),
+    "an update wrote NaN into weights": lambda: nan_given(inputs=0, weights=32),
+    "a step with NaN was taken": after_nan,
+    "an average took in NaN": beside_the_model,
     "a layer limits the scale": lambda: with_snapshots(
         steady(), 100, 190, rows=(row("last", "flow", 14), row("first", "flow", -10))
     ),
@@ -172,13 +191,13 @@ def planted(framework: str | None) -> dict[str, Diagnosis]:
 
 
 def said(found: Diagnosis) -> str:
-    words = [f"{finding.sentence} {finding.advice}" for finding in found.findings]
+    words = [" ".join(finding.lines()) for finding in found.findings]
     return " ".join([*words, found.remedy(), found.search()])
 
 
 def test_every_piece_is_in_some_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    marks = {name: f"<{name}>" for name in PIECES}
-    monkeypatch.setitem(CODE, "jax", Code(**marks))  # type: ignore[arg-type, misc]
+    marks: dict[str, Any] = {name: f"<{name}>" for name in PIECES}
+    monkeypatch.setitem(CODE, "jax", Code(**marks | MAPS))
     planted.cache_clear()
     everything = " ".join(map(said, planted("jax").values()))
     planted.cache_clear()
@@ -188,10 +207,9 @@ def test_every_piece_is_in_some_finding(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("framework", OTHERS)
 def test_no_finding_has_the_code_of_pytorch(framework: str) -> None:
     theirs, ours = planted(framework), planted("torch")
-    for name, found in theirs.items():
+    for found in theirs.values():
         assert not OF_TORCH.search(said(found)), said(found)
         assert framework == "jax" or not OF_CASTING.search(said(found)), said(found)
-        assert [f.kind for f in found.findings] == [f.kind for f in ours[name].findings]
         assert all(f.advice.endswith((".", "")) and "  " not in f.advice for f in found.findings)
     changed = sum(said(found) != said(ours[name]) for name, found in theirs.items())
     assert changed > 20

@@ -41,7 +41,8 @@ def test_a_single_spike_is_a_note_and_the_rest_is_what_it_was() -> None:
     assert finding.severity == "note"
     assert finding.numbers == {"spikes": 1, "share": 1 / 400, "longest_run": 1}
     assert (
-        finding.sentence == "The guard skipped 1 of 400 steps (0.25 %) because of the loss; longest run: 1."
+        finding.sentence
+        == "The guard skipped 1 of 400 steps (0.25 %) because of the loss; longest run: 1; steps 200."
     )
 
 
@@ -195,11 +196,11 @@ def test_losses_that_are_nan_are_bad_data_where_a_guard_skipped_them_too() -> No
     lost = (120, 160, 213, 300)
     losses = [math.nan if step in lost else loss for step, loss in enumerate(LEVEL)]
     trace = recorded(losses)
-    (data,) = [one for one in diagnose(trace).findings if one.kind == "bad data"]
-    assert data.sentence.startswith("In 4 steps (120, 160, 213, 300), the loss itself was inf or NaN")
+    (data,) = [one for one in diagnose(trace).findings if one.verdict == "unknown"]
+    assert data.sentence.startswith("Steps are lost whatever the scale (4 steps (120, 160, 213, 300))")
     readings = [Reading(step != 213, loss=loss, grad_norm=1.0) for step, loss in enumerate(losses)]
     trace = simulate(Dynamic(init_scale=64.0), readings, guard=guards.SpikeGuard())
-    (data,) = [one for one in diagnose(trace).findings if one.kind == "bad data"]
+    (data,) = [one for one in diagnose(trace).findings if one.verdict == "unknown"]
     assert data.numbers["steps"] == 4
 
 

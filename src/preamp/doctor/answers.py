@@ -159,13 +159,13 @@ def no_progress(record: Record) -> Finding | None:
 def _revive(record: Record, dead: stuck.Dead | None) -> str:
     if dead is not None and dead.always:
         return (
-            "They are zero from the start: check the initial weights and biases, such as a large negative bias before "
-            "a ReLU, and whether the module divides by a value that overflows, which gives 0. "
+            "They are zero from the start: check the initial weights and biases, such as a large negative "
+            "bias before a ReLU, and whether the module divides by a value that overflows, which gives 0. "
             f"{record.code.run_in_float32(dead.name)}"
         )
     return (
-        "The usual reason is a learning rate that was too high at the start. Lower it, warm it up, or use an "
-        "activation that does not die, such as GELU."
+        "The usual reason is a learning rate that was too high at the start. Lower it, warm it up, or use "
+        "an activation that does not die, such as GELU."
     )
 
 
@@ -226,7 +226,7 @@ def _answer(
     return Finding(
         kind="unknown",
         severity=severity,
-        sentence=f"{_symptom(record, facts)} The record cannot tell which of these it is: {kinds}.",
+        sentence=f"{_symptom(facts)}{where} The record cannot tell which of these it is: {kinds}.",
         advice=to_record,
         numbers=numbers,
         verdict="unknown",
@@ -249,9 +249,9 @@ def _line_to_record(record: Record, source: Source) -> str:
     return "" if has[source] else line
 
 
-def _symptom(record: Record, facts: Mapping[str, str]) -> str:
+def _symptom(facts: Mapping[str, str]) -> str:
     if "when" in facts:
-        return f"Steps are lost {facts['when']}, whatever the scale."
+        return f"Steps are lost whatever the scale ({facts['when'].removeprefix('in ')})."
     return (
         f"{facts['rise'][0].upper()}{facts['rise'][1:]}." if "rise" in facts else "The weights do not change."
     )
@@ -265,7 +265,8 @@ def poisoned_buffers(record: Record) -> Finding | None:
     return Finding(
         kind="poisoned buffers",
         severity="problem",
-        sentence=f"After a skipped step, {listed(names)} held inf or NaN. Skipping a step protects the weights but "
+        sentence=f"After a skipped step, {listed(names)} held inf or NaN. Skipping a step protects the "
+        f"weights but "
         "not the buffers of modules: in evaluation the model gives NaN.",
         advice=f"Reset them ({record.code.reset_statistics}), or go back to a checkpoint before that step. "
         f"{record.code.restore}",
@@ -281,7 +282,8 @@ def restored_buffers(record: Record) -> Finding | None:
     return Finding(
         kind="restored buffers",
         severity="note",
-        sentence=f"After a skipped step, {listed(names)} held inf or NaN and were set back to their values from "
+        sentence=f"After a skipped step, {listed(names)} held inf or NaN and were set back to their values "
+        f"from "
         "before that step.",
         numbers={"buffers": len(names)},
     )
@@ -304,7 +306,8 @@ def did_not_fall(record: Record) -> Finding | None:
     return Finding(
         kind="no progress",
         severity="note",
-        sentence=f"The loss did not fall: it began at {number(first)} and ended near {number(late)}. Whether it should "
+        sentence=f"The loss did not fall: it began at {number(first)} and ended near {number(late)}. "
+        f"Whether it should "
         "have, and why it did not, the record cannot tell.",
         advice=(
             f"To tell whether gradients reach the weights, record {'; and '.join(missing)}. "

@@ -1,8 +1,8 @@
 """What can be wrong with a run: one entry for each cause, with the signs that it predicts and its remedy.
 
-To add a cause, add an entry, and a test of a run that has it. A number is how often the sign is present in runs
-with this cause; a sign that is not named is as frequent as in all other runs (`Sign.usual`). Remedies refer to
-the pieces of `frameworks.Code`, so that each framework gets its own code.
+To add a cause, add an entry, and a test of a run that has it. A number says how often the sign is present in
+runs with this cause, in percent; a sign that is not named is as frequent as usual (`Sign.usual`). Remedies
+refer to the pieces of `frameworks.Code`, so that each framework gets its own code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class Cause:
 LOWER: Final = (
     "Lower the learning rate, by a factor of 10 to begin with, warm it up, or clip the gradients ({clip})."
 )
-CHECK: Final = "Check the batches of these steps before the model: {code.finite_x}, and {code.largest_x}. Fix or drop such rows."
+CHECK: Final = (
+    "Check the batches of these steps before the model: {code.finite_x}, and {code.largest_x}. Fix or drop "
+    "such rows."
+)
 FORWARD: Final = " No loss scale helps, because the loss is scaled after the forward pass."
 PARTS: Final = (
     "inputs bad 2, inputs large 0.5, weights bad 2, module overflow 2, module NaN 2, outputs finite 2, "
@@ -65,29 +68,28 @@ OF_LOST_STEPS: Final = (
         says="The training diverged: the updates are too large, so the learning rate is too high.",
         remedy=f"{LOWER} If that does not help, check the optimizer's other settings, such as eps.",
         predicts=one_part(
-            "weights bad 30, module overflow 50, module NaN 15, outputs finite 20, gradient overflow "
-            "30, gradient NaN 5, outputs saturate 80, all at once 50, to the end 99.8, no update "
-            "before 0.2, few updates 40, loss lost 85, rose 85, weights grew 90, in rhythm 2, loss "
-            "far off 2, began otherwise 2"
+            "weights bad 30, module overflow 50, module NaN 15, outputs finite 20, gradient overflow 30, "
+            "gradient NaN 5, outputs saturate 80, all at once 50, to the end 99.8, no update before 0.2, "
+            "few updates 40, loss lost 85, rose 85, weights grew 90, loss far off 2, began otherwise 2"
         ),
     ),
     Cause(
         kind="optimizer",
         weight=0.5,
         says="An update wrote NaN or inf into the weights {when}, although the gradients were finite.",
-        remedy="Go back to a checkpoint before it, and check the optimizer: eps=0, or an eps that is 0 in float16 "
-        "(1e-8 is), divides zero by zero where a gradient is zero; so does code that divides by a norm. "
-        "`{code.weights_finite}` shows whether weights are finite.",
+        remedy="Go back to a checkpoint before it, and check the optimizer: eps=0, or an eps that is 0 in "
+        "float16 (1e-8 is), divides zero by zero where a gradient is zero; so does code that divides by a "
+        "norm. `{code.weights_finite}` shows whether weights are finite.",
         predicts=one_part(
-            "weights bad 98, all at once 90, to the end 99.8, no update before 0.2, few updates 40, "
-            "loss lost 98, inf 15, rose 5, weights grew 20, began otherwise 2"
+            "weights bad 98, all at once 90, to the end 99.8, no update before 0.2, few updates 40, loss "
+            "lost 98, inf 15, rose 5, weights grew 20, began otherwise 2"
         ),
     ),
     Cause(
         kind="not skipped",
         weight=1.0,
-        says="An update used gradients that were not finite, {when}: no step was skipped, and everything after it "
-        "is lost.",
+        says="An update used gradients that were not finite, {when}: no step was skipped, and everything "
+        "after it is lost.",
         remedy="Go back to a checkpoint before that step. Use a scaler that skips such steps: "
         "{code.skips_unscaled} does so without scaling.",
         predicts=one_part(
@@ -97,22 +99,23 @@ OF_LOST_STEPS: Final = (
     Cause(
         kind="gradients not cleared",
         weight=1.5,
-        says="Gradients are not cleared: inf or NaN from one step stays in them, so that all later steps are "
-        "skipped ({when}), at any scale.",
-        remedy="{code.clear_sentence} If your loop accumulates gradients itself, begin with zeros: inf times 0 is "
-        "NaN.",
+        says="Gradients are not cleared: inf or NaN from one step stays in them, so that all later steps "
+        "are skipped ({when}), at any scale.",
+        remedy="{code.clear_sentence} If your loop accumulates gradients itself, begin with zeros: inf "
+        "times 0 is NaN.",
         predicts=one_part(
-            "pass sound 98, all at once 95, to the end 99.8, no update before 5, skipped 98, loss lost "
-            "0.2, few updates 10, rose 5, any scale 98, worked before 90, began otherwise 50, named 98, "
-            "carried 50"
+            "pass sound 98, all at once 95, to the end 99.8, no update before 5, skipped 98, loss lost 0.2, "
+            "few updates 10, rose 5, any scale 98, worked before 90, began otherwise 50, named 98, carried "
+            "50"
         ),
     ),
     Cause(
         kind="another rank",
         weight=0.2,
-        says="The gradients of this rank are finite, and steps are skipped {when}: another rank has the inf or NaN.",
-        remedy="Look at the records of the other ranks. With a single process, see that gradients are cleared: "
-        "{code.clear}.",
+        says="The gradients of this rank are finite, and steps are skipped {when}: another rank has the inf "
+        "or NaN.",
+        remedy="Look at the records of the other ranks. With a single process, see that gradients are "
+        "cleared: {code.clear_sums}.",
         predicts=one_part(
             "pass sound 98, to the end 60, all at once 90, any scale 90, skipped 98, loss lost 2, named 2"
         ),
@@ -126,17 +129,18 @@ OF_LOST_STEPS: Final = (
         "{code.restore}",
         predicts=one_part(
             "module overflow 10, module NaN 90, outputs finite 3, all at once 95, to the end 99.8, no "
-            "update before 5, few updates 10, loss lost 98, skipped 85, inf 10, rose 5, weights grew "
-            "10, buffers 90"
+            "update before 5, few updates 10, loss lost 98, skipped 85, inf 10, rose 5, weights grew 10, "
+            "buffers 90"
         ),
     ),
     Cause(
         kind="poisoned average",
         weight=0.3,
-        says="The outputs of the model are finite and the loss is not, {when}: what is kept beside the model (an average "
-        "of its weights, a teacher, a queue of features, a normalizer) took in the inf or NaN of one bad step.",
-        remedy="Update what is kept only in steps that were taken: {code.if_taken}. Go back to a checkpoint before the "
-        "first of these steps.",
+        says="The outputs of the model are finite and the loss is not, {when}: what is kept beside the "
+        "model (an average of its weights, a teacher, a queue of features, a normalizer) took in the inf or "
+        "NaN of one bad step.",
+        remedy="Update what is kept only in steps that were taken: {code.if_taken}. Go back to a checkpoint "
+        "before the first of these steps.",
         predicts=one_part(
             "inputs bad 30, outputs finite 60, all at once 95, outputs saturate 40, to the end 99.8, no "
             "update before 5, few updates 10, loss lost 98, inf 15, rose 5, weights grew 10"
@@ -145,71 +149,72 @@ OF_LOST_STEPS: Final = (
     Cause(
         kind="bad inputs",
         weight=2.0,
-        says="The inputs of some batches hold inf, NaN or values far larger than usual, {when}: what is computed "
-        "from them is lost at any scale.",
+        says="The inputs of some batches hold inf, NaN or values far larger than usual, {when}: what is "
+        "computed from them is lost at any scale.",
         remedy=CHECK,
         predicts=one_part(
-            "inputs bad 60, inputs large 40, module overflow 3, module NaN 3, gradient overflow 8, "
-            "gradient NaN 8, pass sound 15, any scale 90, all at once 90, to the end 20, no update before "
-            "10, few updates 5, loss lost 75, rose 5, in rhythm 50, more often 5, loss far off 50, "
-            "weights grew 10, began otherwise 2"
+            "inputs bad 60, inputs large 40, module overflow 3, module NaN 3, gradient overflow 8, gradient "
+            "NaN 8, pass sound 15, any scale 90, all at once 90, to the end 20, no update before 10, few "
+            "updates 5, loss lost 75, rose 5, loss far off 50, weights grew 10, began otherwise 2"
         ),
     ),
     Cause(
         kind="bad targets",
-        says="The targets of some batches hold inf, NaN or extreme values, {when}: the outputs are finite, and the "
-        "loss is not.",
-        remedy="Check the targets of these steps: {code.finite_y}, and how large they are. A placeholder for missing "
-        "values, such as 1e30 or -1, does this too.",
+        says="The targets of some batches hold inf, NaN or extreme values, {when}: the outputs are finite, "
+        "and the loss is not.",
+        remedy="Check the targets of these steps: {code.finite_y}, and how large they are. A placeholder "
+        "for missing values, such as 1e30 or -1, does this too.",
         predicts=one_part(
             "outputs finite 98, pass sound 10, any scale 90, outputs saturate 30, all at once 90, to the "
-            "end 25, no update before 10, few updates 5, loss lost 90, rose 5, in rhythm 50, more often "
-            "5, fell 50, loss far off 40, weights grew 10, own loss 40, began otherwise 2"
+            "end 25, no update before 10, few updates 5, loss lost 90, rose 5, fell 50, loss far off 40, "
+            "weights grew 10, began otherwise 2"
         ),
     ),
     Cause(
         kind="forward overflow",
         weight=1.5,
         says="Something overflows {band} in the forward pass, {when}." + FORWARD,
-        remedy="{float32} The next module casts the output back: run that in float32 too, and so on until the values "
-        "are small, or make them smaller where they become large.",
+        remedy="{float32} The next module casts the output back: run that in float32 too, and so on until "
+        "the values are small, or make them smaller where they become large.",
         predicts=one_part(
             "module overflow 98, all at once 60, to the end 60, no update before 40, few updates 10, loss "
-            "lost 98, inf 60, rose 20, more often 40, weights grew 30, in rhythm 15"
+            "lost 98, inf 60, rose 20, weights grew 30"
         ),
         operation=True,
     ),
     Cause(
         kind="forward NaN",
         says="An operation in the forward pass makes NaN or inf of finite values, {when}." + FORWARD,
-        remedy="Look {there}for a division by a norm, a deviation or a count that can be zero, the logarithm or root of "
-        "a value that may be zero or negative, and a softmax over a row that is completely masked: add an epsilon, "
-        "or clamp. Float32 fixes only a difference, an exponential or a mask that is too large for {band}.",
+        remedy="Look {there}for a division by a norm, a deviation or a count that can be zero, the "
+        "logarithm or root of a value that may be zero or negative, and a softmax over a row that is "
+        "completely masked: add an epsilon, or clamp. Float32 fixes only a difference, an exponential or a "
+        "mask that is too large for {band}.",
         predicts=one_part(
             "module NaN 98, all at once 50, to the end 40, no update before 30, few updates 10, loss lost "
-            "98, inf 20, rose 5, weights grew 20, in rhythm 20"
+            "98, inf 20, rose 5, weights grew 20"
         ),
         operation=True,
     ),
     Cause(
         kind="loss function",
         says="The loss function makes inf or NaN of finite outputs, {when}." + FORWARD,
-        remedy="Look there for the logarithm of 0, a division by zero, or a sum or power that overflows {band}. Compute "
-        "the loss in float32: {code.loss_in_float32}. Use {code.from_logits} on the raw outputs.",
+        remedy="Look there for the logarithm of 0, a division by zero, or a sum or power that overflows "
+        "{band}. Compute the loss in float32: {code.loss_in_float32}. Use {code.from_logits} on the raw "
+        "outputs.",
         predicts=one_part(
-            "outputs finite 98, pass sound 8, outputs saturate 90, all at once 15, to the end 50, no "
-            "update before 30, few updates 10, loss lost 98, rose 5, fell 70, more often 50, own loss 90, "
-            "weights grew 20, in rhythm 20"
+            "outputs finite 98, pass sound 8, outputs saturate 90, all at once 25, to the end 60, no "
+            "update before 30, few updates 10, loss lost 98, rose 5, fell 70, weights grew 20"
         ),
         operation=True,
     ),
     Cause(
         kind="NaN in backward",
         weight=1.5,
-        says="The derivative of an operation is inf or NaN, {when}: the loss is finite, and the gradients are not, at "
-        "any scale.",
-        remedy="Look {there}for sqrt, norm, log or a power at 0, a division by zero, or {code.where} over a branch that "
-        "is NaN (its gradient is NaN even where it is not chosen). Add an epsilon to the argument, or clamp it.",
+        says="The derivative of an operation is inf or NaN, {when}: the loss is finite, and the gradients "
+        "are not, at any scale.",
+        remedy="Look {there}for sqrt, norm, log or a power at 0, a division by zero, or {code.where} over a "
+        "branch that is NaN (its gradient is NaN even where it is not chosen). Add an epsilon to the "
+        "argument, or clamp it.",
         predicts=one_part(
             "gradient overflow 8, gradient NaN 98, all at once 40, to the end 40, no update before 40, "
             "skipped 90, loss lost 3, any scale 90, rose 5, named 98, carried 2, began otherwise 2, loss "
@@ -220,13 +225,13 @@ OF_LOST_STEPS: Final = (
     Cause(
         kind="gradient overflow",
         says="The gradients are, or have become, too large for {band} at the scale of the run, {when}.",
-        remedy="Make the loss smaller: a mean instead of a sum over the batch, targets and inputs (or rewards) of about "
-        "1. If gradients grow from layer to layer or from time step to time step, they explode: smaller initial "
-        "weights, normalization, {clip}.",
+        remedy="Make the loss smaller: a mean instead of a sum over the batch, targets and inputs (or "
+        "rewards) of about 1. If gradients grow from layer to layer or from time step to time step, they "
+        "explode: smaller initial weights, normalization, {clip}.",
         predicts=one_part(
             "gradient overflow 98, all at once 60, no update before 30, to the end 60, skipped 98, loss "
             "lost 5, any scale 20, rose 70, fixed 40, worked before 70, named 98, carried 2, loss far off "
-            "20, loss too large 30"
+            "20"
         ),
         settings=True,
     ),
@@ -238,17 +243,18 @@ OF_LOST_STEPS: Final = (
         predicts=one_part(
             "gradient overflow 98, all at once 30, to the end 85, no update before 70, skipped 98, loss "
             "lost 2, any scale 0.2, rose 5, fixed 99.8, worked before 4, named 98, carried 2, began "
-            "otherwise 2, loss too large 25"
+            "otherwise 2"
         ),
         settings=True,
     ),
     Cause(
         kind="wrong start",
-        says="The scale starts far too high for these gradients and is still falling at the end of the record.",
+        says="The scale starts far too high for these gradients and is still falling at the end of the "
+        "record.",
         remedy="{lower}",
         predicts=one_part(
             "gradient overflow 98, to the end 99.8, no update before 99.8, skipped 98, loss lost 2, any "
-            "scale 0.2, fixed 2, worked before 2, named 98, carried 2, loss too large 25"
+            "scale 0.2, fixed 2, worked before 2, named 98, carried 2"
         ),
         settings=True,
     ),
@@ -258,24 +264,25 @@ OF_RISEN_LOSS: Final = (
     Cause(
         kind="learning rate",
         weight=3.0,
-        says="The training diverged: {rise}. The learning rate is too high; the loss scale did not cause this.",
+        says="The training diverged: {rise}. The learning rate is too high; the loss scale did not cause "
+        "this.",
         remedy=LOWER,
-        predicts=rates("norm ahead 5, recovers 5, sudden 40, weights grew 95, inputs grew 5, fell first 50"),
+        predicts=rates("norm ahead 5, recovers 5, sudden 40, weights grew 95, inputs grew 5"),
     ),
     Cause(
         kind="gradients not cleared",
         weight=0.3,
         says="Gradients of earlier steps are added up, so that updates grow: {rise}.",
         remedy="{code.clear_sentence}",
-        predicts=rates("norm ahead 90, recovers 10, sudden 5, weights grew 95, inputs grew 5, fell first 40"),
+        predicts=rates("norm ahead 90, recovers 10, sudden 5, weights grew 95, inputs grew 5"),
     ),
     Cause(
         kind="data changed",
         weight=0.4,
         says="The data changed: {rise}, at once.",
-        remedy="Look at the inputs, targets or rewards of the steps from there on: {code.largest_x}. Bring them to the "
-        "size of the earlier ones.",
-        predicts=rates("recovers 5, sudden 98, weights grew 10, inputs grew 50, fell first 80"),
+        remedy="Look at the inputs, targets or rewards of the steps from there on: {code.largest_x}. Bring "
+        "them to the size of the earlier ones.",
+        predicts=rates("recovers 5, sudden 98, weights grew 10, inputs grew 50"),
     ),
     Cause(
         kind="loss spike",
@@ -291,20 +298,21 @@ OF_NO_PROGRESS: Final = (
         says="All gradients are zero: they round to zero in {band}.",
         remedy="Start high: every step that overflows lowers the scale.",
         predicts=rates(
-            "gradients zero 98, scaled loss large 5, gradients elsewhere 2, dead outputs 2, bound 2, "
-            "scale to gain 95, repeats 30"
+            "gradients zero 98, scaled loss large 5, gradients elsewhere 2, dead outputs 2, bound 2, scale "
+            "to gain 95, repeats 30"
         ),
         settings=True,
     ),
     Cause(
         kind="cut off",
-        says="All gradients are zero although the scaled loss is far too large for them to round to zero: the loss does "
-        "not depend on the parameters that are trained.",
-        remedy="Look for {code.stops_gradients}, an argmax or a softmax of one output between the parameters and the "
-        "loss, for frozen parameters, and for an optimizer that was given the parameters of another model.",
+        says="All gradients are zero although the scaled loss is far too large for them to round to zero: "
+        "the loss does not depend on the parameters that are trained.",
+        remedy="Look for {code.stops_gradients}, an argmax or a softmax of one output between the "
+        "parameters and the loss, for frozen parameters, and for an optimizer that was given the parameters "
+        "of another model.",
         predicts=rates(
-            "gradients zero 98, scaled loss large 90, gradients elsewhere 2, repeats 50, dead outputs "
-            "4, bound 2, scale to gain 5"
+            "gradients zero 98, scaled loss large 90, gradients elsewhere 2, repeats 50, dead outputs 4, "
+            "bound 2, scale to gain 5"
         ),
     ),
     Cause(
@@ -312,15 +320,15 @@ OF_NO_PROGRESS: Final = (
         says="The optimizer does not hold all parameters that get gradients{still}.",
         remedy="{code.make_optimizer}",
         predicts=rates(
-            "some still 50, all still 60, gradients zero 60, gradients elsewhere 98, repeats 50, "
-            "stopped 2, dead outputs 2, bound 2, scale to gain 30"
+            "some still 50, all still 60, gradients zero 60, gradients elsewhere 98, repeats 50, stopped 2, "
+            "dead outputs 2, bound 2, scale to gain 30"
         ),
     ),
     Cause(
         kind="learning rate zero",
         says="The weights do not change: the loss takes the same values from beginning to end.",
-        remedy="Check that the learning rate is above 0, that the optimizer was given the parameters of this "
-        "model{code.own_parameters}, and that the loss depends on them.",
+        remedy="Check that the learning rate is above 0, that the optimizer was given the parameters of "
+        "this model{code.own_parameters}, and that the loss depends on them.",
         predicts=rates(
             "some still 2, all still 98, gradients zero 2, repeats 98, stopped 2, dead outputs 2, bound 2"
         ),
@@ -328,8 +336,8 @@ OF_NO_PROGRESS: Final = (
     Cause(
         kind="stopped learning",
         says="From step {stopped} on the weights no longer change: the losses repeat exactly.",
-        remedy="Check whether the learning-rate schedule has reached 0. If the loss is worse than before, the learning "
-        "rate was too high, and units have died: lower it, or warm it up.",
+        remedy="Check whether the learning-rate schedule has reached 0. If the loss is worse than before, "
+        "the learning rate was too high, and units have died: lower it, or warm it up.",
         predicts=rates(
             "some still 2, all still 98, gradients zero 30, repeats 2, stopped 98, dead outputs 2, bound 2"
         ),
@@ -344,8 +352,8 @@ OF_NO_PROGRESS: Final = (
     ),
     Cause(
         kind="clipped while scaled",
-        says="The gradients were clipped while they were still scaled, so that updates are too small by a factor of the "
-        "scale: in nearly all steps the gradient norm times the scale is {bound}.",
+        says="The gradients were clipped while they were still scaled, so that updates are too small by a "
+        "factor of the scale: in nearly all steps the gradient norm times the scale is {bound}.",
         remedy="{code.clip_unscaled}",
         predicts=rates("some still 2, all still 10, gradients zero 2, repeats 15, dead outputs 2, bound 98"),
     ),

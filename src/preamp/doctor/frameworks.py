@@ -22,7 +22,6 @@ class Code:
         largest: the largest magnitude in the array {x}.
         weights_finite: tests that all weights of the model are finite.
         where: the function that chooses between two arrays.
-        clear: a clause on clearing gradients in a loop that does not accumulate them on purpose.
         clear_sums: the same for any loop.
         clip: the argument that clips gradients.
         clip_unscaled: how to clip gradients that are no longer scaled; whole sentences.
@@ -49,7 +48,6 @@ class Code:
     largest: str
     weights_finite: str
     where: str
-    clear: str
     clear_sums: str
     clip: str
     clip_unscaled: str
@@ -108,7 +106,6 @@ TORCH: Final = Code(
     largest="{x}.abs().max()",
     weights_finite="all(p.isfinite().all() for p in model.parameters())",
     where="torch.where",
-    clear="call optimizer.zero_grad() after every step, skipped or not",
     clear_sums="call optimizer.zero_grad() after every step, skipped or not, also where gradients are "
     "accumulated",
     clip="max_norm={norm}",
@@ -138,7 +135,8 @@ TORCH: Final = Code(
         "lens": "snapshots, lens = Lens(model, scaler=scaler, on_snapshot=trace.add_snapshot)",
         "names": "the names of parameters and buffers, GradScaler(model=model, on_step=trace)",
     },
-    these_steps="snapshots of these very steps, Lens(model, 1, scaler=scaler, on_snapshot=trace.add_snapshot)",
+    these_steps="snapshots of these very steps, Lens(model, 1, scaler=scaler, "
+    "on_snapshot=trace.add_snapshot)",
     blame="",
 )
 
@@ -155,7 +153,6 @@ JAX: Final = Code(
     largest="jnp.abs({x}).max()",
     weights_finite="all(jnp.isfinite(p).all() for p in jax.tree.leaves(params))",
     where="jnp.where",
-    clear="clear accumulated gradients after every step, skipped or not",
     clear_sums="clear accumulated gradients after every step, skipped or not",
     clip="max_norm={norm}",
     clip_unscaled="Let the transformation clip: loss_scaled(optimizer, max_norm=...).",
@@ -190,7 +187,6 @@ KERAS: Final = Code(
     largest="numpy.abs({x}).max()",
     weights_finite="all(numpy.isfinite(w).all() for w in model.get_weights())",
     where="keras.ops.where",
-    clear="clear accumulated gradients after every step, skipped or not",
     clear_sums="clear accumulated gradients after every step, skipped or not",
     clip="global_clipnorm={norm}",
     clip_unscaled="Let the optimizer clip: LossScaleOptimizer(optimizer, global_clipnorm=...).",

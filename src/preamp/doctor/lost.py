@@ -224,23 +224,6 @@ def _all_at_once(lost: Lost) -> bool | None:
     return all(record.skipped[end.start :])
 
 
-@SIGNS.add("more often", "it happens more and more often", "it happens no more often with time", usual=0.1)
-def _more_often(lost: Lost) -> bool | None:
-    places = lost.places
-    if lost.end is not None or len(places) <= LATEST:
-        return None
-    middle = (places[0] + len(lost.record)) / 2
-    late = sum(place >= middle for place in places)
-    return late >= 3 * (len(places) - late)
-
-
-@SIGNS.add(
-    "in rhythm", "it happens every so many steps, as once in each epoch", "it has no rhythm", usual=0.1
-)
-def _in_rhythm(lost: Lost) -> bool | None:
-    return period_of(lost.places) > 0 if lost.end is None and len(lost.places) >= FEWEST else None
-
-
 @SIGNS.add("skipped", "these steps were skipped", "no step was skipped")
 def _skipped(lost: Lost) -> bool:
     return any(lost.record.skipped[n] for n in lost.places)
@@ -329,19 +312,6 @@ def _any_scale(lost: Lost) -> bool | None:
     if needs_no_scale(record.band) or min(record.scales[n] for n in lost.places) <= record.band.normal:
         return True
     return True if lost.end is None and len(_not_by_scale(record)) >= FEWEST else None
-
-
-@SIGNS.add(
-    "loss too large",
-    "the scaled loss overflows at every scale",
-    "the scaled loss does not overflow",
-    usual=0.02,
-)
-def _too_large(lost: Lost) -> bool | None:
-    record = lost.record
-    losses = [abs(loss) for n in lost.places if (loss := record.loss[n]) is not None and math.isfinite(loss)]
-    lowest = min(record.scales[n] for n in lost.places)
-    return median(losses) * lowest > record.band.largest if losses and not lost.loss_lost else None
 
 
 @SIGNS.add("fixed", "the scale could not fall", "the scale could fall", usual=0.2)
@@ -466,7 +436,7 @@ def _in_module(lost: Lost, what: What) -> bool | None:
 
 
 def _is_made_there(source: Origin) -> bool:
-    """Return whether NaN arose where it was found, and not in what a snapshot without order or weights hides."""
+    """Return whether NaN arose where it was found, and not in what the snapshot does not show."""
     row, snapshot = source.row, source.snapshot
     hides = source.is_first and not snapshot.inputs
     return row is not None and is_in_order(row) and bool(snapshot.weights) and not hides
@@ -508,14 +478,6 @@ def _saturated(lost: Lost) -> bool | None:
     return (amax is not None and amax >= SATURATED) or (bool(larger) and max(larger) >= FEWEST)
 
 
-@SIGNS.add("own loss", "the model returns its loss, which is the first", source="lens", usual=0.05)
-def _own_loss(lost: Lost) -> bool | None:
-    source = lost.origin
-    if source is None or not source.in_forward or source.row is None or source.row.name:
-        return None
-    return source.row.histogram.total == 1 or None
-
-
 @SIGNS.add(
     "gradient overflow", "a gradient overflows in backward", "no gradient overflows in backward", "lens"
 )
@@ -532,7 +494,7 @@ def _gradient_nan(lost: Lost) -> bool | None:
 
 def _in_gradient(lost: Lost, what: What) -> bool | None:
     source = lost.origin
-    if source is None or _inputs_large(lost):
+    if source is None or _inputs_large(lost) or _may_be_of_loss(lost):
         return None
     if source.stage != "backward":
         return False if source.in_forward or _has(lost, "backward") else None
@@ -549,7 +511,16 @@ def _pass_sound(lost: Lost) -> bool | None:
     return _is_stage(lost, "elsewhere", "other pass")
 
 
+def _may_be_of_loss(lost: Lost) -> bool:
+    """Return whether gradients are not finite, and a loss that nobody recorded may be the reason."""
+    return lost.loss_lost is None and lost.origin is not None and lost.origin.stage == "backward"
+
+
 def _is_stage(lost: Lost, *stages: str) -> bool | None:
-    if lost.origin is None or not _has(lost, "forward" if lost.loss_lost else "backward"):
+    if (
+        lost.origin is None
+        or _may_be_of_loss(lost)
+        or not _has(lost, "forward" if lost.loss_lost else "backward")
+    ):
         return None
     return lost.origin.stage in stages

@@ -91,11 +91,6 @@ def _recovers(risen: Risen) -> bool:
     return risen.recovers
 
 
-@SIGNS.add("fell first", "the loss had fallen before", "the loss never fell")
-def _fell_first(risen: Risen) -> bool:
-    return risen.best < 0.5 * risen.first
-
-
 @SIGNS.add("weights grew", "updates made weights or outputs far larger", "no weight grew", "lens")
 def _weights_grew(risen: Risen) -> bool | None:
     return updates_grew(risen.record)

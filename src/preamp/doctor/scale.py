@@ -1,4 +1,4 @@
-"""Findings that are measured on the loss scale itself: where it started, how it moves, what it leaves unused."""
+"""Findings that are measured on the loss scale itself: its start, its moves, what it leaves unused."""
 
 from __future__ import annotations
 
@@ -354,8 +354,9 @@ def never_grew(record: Record) -> Finding | None:
     return Finding(
         kind="never grew",
         severity=_waste(record),
-        sentence=f"The scale stayed at {power(record.scales[-1])}: it would grow after {interval:,} clean steps, "
-        f"and the run has {steps:,}{_headroom_words(record)}.{lost_words(record.snapshot, _advised(settings))}",
+        sentence=f"The scale stayed at {power(record.scales[-1])}: it would grow after {interval:,} clean "
+        f"steps, and the run has {steps:,}{_headroom_words(record)}."
+        f"{lost_words(record.snapshot, _advised(settings))}",
         advice=_higher_words(settings, record.scales[-1]),
         numbers={"steps": steps, "headroom": record.headroom},
         settings=settings,
@@ -373,8 +374,8 @@ def too_low(record: Record) -> Finding | None:
         kind="too low",
         severity=_waste(record),
         sentence=f"At {power(usual)}, the scale is {powers(record.headroom)} below "
-        f"{power(_scale(exponent_of(usual) + record.headroom))}, the highest that all late steps allow."
-        f"{lost_words(record.snapshot, _advised(settings))}",
+        f"{power(_scale(exponent_of(usual) + record.headroom))}, the highest that all late steps "
+        f"allow.{lost_words(record.snapshot, _advised(settings))}",
         advice=_higher_words(settings, usual),
         numbers={"headroom": record.headroom, "scale": usual},
         settings=settings,
@@ -500,6 +501,7 @@ def too_large(record: Record) -> Finding | None:
         severity="warning" if len(record.skips) else "note",
         sentence=f"The scale had to fall to {power(usual)}, below 1: in backward the gradients overflow "
         f"{record.band.name} even without a scale.{first_parameter(record)}",
-        advice="Make the loss smaller: a mean instead of a sum over the batch, and targets and inputs of about 1.",
+        advice="Make the loss smaller: a mean instead of a sum over the batch, and targets and inputs of "
+        "about 1.",
         numbers={"scale": usual},
     )

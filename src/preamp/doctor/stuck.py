@@ -178,7 +178,7 @@ def _dead(stuck: Stuck) -> bool | None:
 
 
 def clipping_bound(record: Record) -> float | None:
-    """Return what norm times scale is in nearly all steps, as after clipping scaled gradients; None if it varies.
+    """Return what norm times scale is in nearly all steps, as after clipping scaled gradients, or None.
 
     At a constant scale that may be because nothing else changes either. See `_is_bound`.
     """
@@ -329,7 +329,8 @@ def _fed_with_zeros(clean: Sequence[Snapshot]) -> Dead | None:
         return None
     always = all(one[0] >= set(modules) for one in found)
     words = (
-        f"the gradients of all parameters of {module_name(modules[0])} are exactly zero {_since(always)}, and "
+        f"the gradients of all parameters of {module_name(modules[0])} are exactly zero {_since(always)}, "
+        f"and "
         f"the input of {module_name(given[0])} is all zeros"
     )
     return Dead(words, "", always)

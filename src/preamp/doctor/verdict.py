@@ -1,9 +1,9 @@
 """Compare the signs of a run with what each cause predicts, and answer in one of three ways.
 
-Each sign multiplies the weight of a cause by how often the cause shows it, as in a naive Bayes classifier. A sign
-that is unknown changes nothing. A cause is excluded if it has become `EXCLUDED` times less likely than the
-likeliest one. If that is left alone, it is the cause; if at most three are left, it is one of them; if more are,
-the record cannot tell, and the answer is what to record.
+Each sign multiplies the weight of a cause by how often the cause shows it, as in a naive Bayes classifier. A
+sign that is unknown changes nothing. A cause is excluded if it is `EXCLUDED` times less likely than the
+likeliest one. If only that is left, it is the cause. If the first three have nearly all of the likelihood, it
+is one of them. Else the record cannot tell, and the answer is what to record.
 """
 
 from __future__ import annotations

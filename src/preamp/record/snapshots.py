@@ -210,7 +210,7 @@ class Snapshot(NamedTuple):
 
     def _scaled_rows(self) -> list[SnapshotRow]:
         """Return the flows and gradients that can overflow in the low dtype."""
-        scaled = [row for row in self.rows if row.direction == "backward"]
+        scaled = [row for row in self.rows if row.direction == "backward" and not _is_loss(row)]
         flows: dict[str | None, str] = {row.name: row.dtype for row in scaled if row.what == "flow"}
         chosen = [
             row
@@ -231,6 +231,11 @@ class Snapshot(NamedTuple):
 
     def _last_exponent(self) -> int:
         return exponent_of(self.band.largest)
+
+
+def _is_loss(row: SnapshotRow) -> bool:
+    """Return whether a row is the gradient of a loss that the model itself returns: the loss scale."""
+    return row.what == "flow" and not row.name and row.histogram.total == 1
 
 
 def owner(name: str, modules: Collection[str | None]) -> str | None:

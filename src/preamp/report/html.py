@@ -72,8 +72,8 @@ def write_report(
         path: the file to write. Missing folders are made.
         title: its heading.
         lead: introductory paragraphs.
-        curves: the traces to draw, of which the doctor's findings stand at the top. A figure without numbers is
-            left out. Of the first few traces with snapshots, the latest snapshot is drawn.
+        curves: the traces to draw. The doctor's findings about them stand at the top. A figure without
+            numbers is left out. Of the first few traces with snapshots, the latest snapshot is drawn.
         table: one row each, heading to cell; all rows have the same headings.
         strips: rows of pictures to compare.
         strips_title: the heading above them.
@@ -130,7 +130,7 @@ def _findings(found: Mapping[str, Diagnosis]) -> list[str]:
     for name, findings in named.items():
         rows = [[*one.lines(), found[name].remedy(one)] for one in findings]
         items = "".join(f"<li>{'<br>'.join(map(escape, filter(None, lines)))}</li>" for lines in rows)
-        sections.append(f"<p><b>{escape(name)}</b></p><ul>{items}</ul>")
+        sections.append(f"<h3>{escape(name)}</h3><ul>{items}</ul>")
     if any(_steps(found[name]) for name in named):
         sections.append("<p>Short lines at the bottom of the figures mark the steps that this is about.</p>")
     return sections
