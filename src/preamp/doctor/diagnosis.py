@@ -175,7 +175,7 @@ def _consistent(found: Iterable[Finding]) -> Iterator[Finding]:
 def _findings(record: Record) -> list[Finding]:
     if not len(record):
         return [_no_steps(record), *_all(SNAPSHOTS, record)]
-    if broken := _first((failed, risen_for_good, no_progress), record):
+    if broken := _first((failed, risen_for_good, never_scaled, no_progress), record):
         # A run that does not train at all needs no advice on how to train better.
         return [*broken, *_all((poisoned_buffers, spikes), record)]
     if unscaled := _first((not_scaled,), record):
@@ -194,6 +194,12 @@ def _findings(record: Record) -> list[Finding]:
     if not found and not any(finding.severity == "problem" for finding in spiked):
         found = [_healthy(record)]
     return [*found, *spiked, *_all((did_not_fall, restored_buffers, *SNAPSHOTS), record)]
+
+
+def never_scaled(record: Record) -> Finding | None:
+    """Find a loss that was not scaled, where gradients are lost because of it."""
+    found = not_scaled(record)
+    return found if found and found.severity == "problem" else None
 
 
 def _no_steps(record: Record) -> Finding:

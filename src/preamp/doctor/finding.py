@@ -84,9 +84,9 @@ class Finding:
         if self.verdict != "one of":
             others = "; ".join(f"not {kind}: {why}" for kind, why in self.excluded)
             said = [
-                f"{self.kind.capitalize()}: {self.sentence}",
+                f"{_capital(self.kind)}: {self.sentence}",
                 self.advice,
-                others and f"{others.capitalize()}.",
+                others and f"{_capital(others)}.",
             ]
             return [" ".join(filter(None, said))]
         listed = ["One of these, likeliest first. " + self.advice]

@@ -25,6 +25,7 @@ MOST_CLIPPED: Final = 100.0
 ALIKE: Final = 1.01
 ROUNDED: Final = 1.002
 """Norms that were clipped differ by less than this factor: by the rounding of float16 entries."""
+LEAST_STEPS: Final = 10  # between snapshots whose weights are compared
 LEAST_WEIGHTS: Final = 16  # of which one shows an update
 NEARLY, ALIVE = 0.97, 0.9  # shares of zeros: of units that died, and at most of those that live
 
@@ -236,8 +237,8 @@ class Still(NamedTuple):
 
 def still_weights(record: Record) -> Still | None:
     """Return which weights do not move; None where snapshots do not show it."""
-    seen = [one for one in record.sound if one.weights]
-    if len(seen) < 2:
+    seen = list({one.index: one for one in record.sound if one.weights}.values())  # of several passes one
+    if len(seen) < 2 or seen[-1].index - seen[0].index < LEAST_STEPS:
         return None
     first, *rest = [{row.name: row for row in one.weights} for one in seen]
     gradients = {row.name for row in seen[-1].rows if row.what == "gradient" and row.histogram.nonzero}
