@@ -69,8 +69,9 @@ OF_LOST_STEPS: Final = (
         remedy=f"{LOWER} If that does not help, check the optimizer's other settings, such as eps.",
         predicts=one_part(
             "weights bad 30, module overflow 50, module NaN 15, outputs finite 20, gradient overflow 30, "
-            "gradient NaN 5, outputs saturate 80, all at once 50, to the end 99.8, no update before 0.2, "
-            "few updates 40, loss lost 85, rose 85, weights grew 90, loss far off 2, began otherwise 2"
+            "gradient NaN 5, outputs saturate 80, all at once 50, to the end 96, no update before 0.2, "
+            "few updates 40, loss lost 85, rose 85, weights grew 90, loss far off 2, began otherwise 2, "
+            "rare 8, in rhythm 2"
         ),
     ),
     Cause(
@@ -153,9 +154,10 @@ OF_LOST_STEPS: Final = (
         "computed from them is lost at any scale.",
         remedy=CHECK,
         predicts=one_part(
-            "inputs bad 60, inputs large 40, module overflow 3, module NaN 3, gradient overflow 8, gradient "
-            "NaN 8, pass sound 15, any scale 90, all at once 90, to the end 20, no update before 10, few "
-            "updates 5, loss lost 75, rose 5, loss far off 50, weights grew 10, began otherwise 2"
+            "inputs bad 60, inputs large 40, module overflow 3, module NaN 3, gradient overflow 8, "
+            "gradient NaN 8, pass sound 15, any scale 90, all at once 90, to the end 20, no update before "
+            "10, few updates 5, loss lost 75, rose 5, loss far off 50, weights grew 10, began otherwise "
+            "2, rare 45, in rhythm 50"
         ),
     ),
     Cause(
@@ -167,7 +169,7 @@ OF_LOST_STEPS: Final = (
         predicts=one_part(
             "outputs finite 98, pass sound 10, any scale 90, outputs saturate 30, all at once 90, to the "
             "end 25, no update before 10, few updates 5, loss lost 90, rose 5, fell 50, loss far off 40, "
-            "weights grew 10, began otherwise 2"
+            "weights grew 10, began otherwise 2, rare 40, in rhythm 50"
         ),
     ),
     Cause(
@@ -178,7 +180,7 @@ OF_LOST_STEPS: Final = (
         "the values are small, or make them smaller where they become large.",
         predicts=one_part(
             "module overflow 98, all at once 60, to the end 60, no update before 40, few updates 10, loss "
-            "lost 98, inf 60, rose 20, weights grew 30"
+            "lost 98, inf 60, rose 20, weights grew 30, rare 8, in rhythm 10"
         ),
         operation=True,
     ),
@@ -191,7 +193,7 @@ OF_LOST_STEPS: Final = (
         "mask that is too large for {band}.",
         predicts=one_part(
             "module NaN 98, all at once 50, to the end 40, no update before 30, few updates 10, loss lost "
-            "98, inf 20, rose 5, weights grew 20"
+            "98, inf 20, rose 5, weights grew 20, rare 12, in rhythm 15"
         ),
         operation=True,
     ),
@@ -203,7 +205,8 @@ OF_LOST_STEPS: Final = (
         "outputs.",
         predicts=one_part(
             "outputs finite 98, pass sound 8, outputs saturate 90, all at once 25, to the end 60, no "
-            "update before 30, few updates 10, loss lost 98, rose 5, fell 70, weights grew 20"
+            "update before 30, few updates 10, loss lost 98, rose 5, fell 70, weights grew 20, rare 20, "
+            "in rhythm 12"
         ),
         operation=True,
     ),
@@ -218,7 +221,7 @@ OF_LOST_STEPS: Final = (
         predicts=one_part(
             "gradient overflow 8, gradient NaN 98, all at once 40, to the end 40, no update before 40, "
             "skipped 90, loss lost 3, any scale 90, rose 5, named 98, carried 2, began otherwise 2, loss "
-            "far off 5"
+            "far off 5, rare 12, in rhythm 15"
         ),
         operation=True,
     ),

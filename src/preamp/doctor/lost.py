@@ -45,6 +45,7 @@ SPAN: Final = 2.0**8  # from the lowest to the highest scale of steps whose over
 MOSTLY: Final = 0.9
 AROUND: Final = 20
 SUDDEN: Final = 5.0  # times the usual loss
+RARELY: Final = 50
 SATURATED: Final = 3
 """The exponent of a logit from which on its sigmoid is 1 in float16."""
 
@@ -222,6 +223,16 @@ def _all_at_once(lost: Lost) -> bool | None:
     if lost.loss_lost:
         return not any(place < end.start for place in lost_places(record)) and end.not_finite == end.losses
     return all(record.skipped[end.start :])
+
+
+@SIGNS.add("rare", "it happened to hardly any step", usual=0.1)
+def _rare(lost: Lost) -> bool | None:
+    return (lost.end is None and len(lost.places) <= len(lost.record) / RARELY) or None
+
+
+@SIGNS.add("in rhythm", "it happens every so many steps, as once in each epoch", usual=0.1)
+def _in_rhythm(lost: Lost) -> bool | None:
+    return (lost.end is None and period_of(lost.places) > 0) or None
 
 
 @SIGNS.add("skipped", "these steps were skipped", "no step was skipped")
