@@ -50,7 +50,7 @@ CAUSES = {
     "backs_off_wrong": "backs off too far, slow to back off",
     "lost_scale": "lost scale",
     "not_scaled": "not scaled",
-    "scale_too_low": "too low, never grew, vanished",
+    "scale_too_low": "too low, vanished",
     "poisoned_ema": "poisoned average",
     "loss_spike": "loss spike",
 }

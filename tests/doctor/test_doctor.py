@@ -49,7 +49,7 @@ SICK: dict[str, tuple[str, Policy[Any], Process | list[bool]]] = {
     "tolerates too much": ("too high", Tolerant(growth_interval=50), replace(steady, jitter=1.0)),
     "flushes everything": ("vanished", Dynamic(), replace(steady, steps=1500, level=-43.0)),
     "may not grow": ("at the ceiling", Dynamic(max_scale=2.0**16), replace(steady, level=-15.0)),
-    "is a short run": ("never grew", Dynamic(), replace(steady, steps=1000, level=-15.0)),
+    "is a short run": ("too low", Dynamic(), replace(steady, steps=1000, level=-15.0)),
     "climbs too slowly": ("too low", Dynamic(), replace(steady, level=-25.0)),
     "never moves": ("too low", Static(16.0), replace(steady, level=-10.0)),
     "gradients shrink faster than it climbs": (

@@ -25,12 +25,10 @@ from preamp.doctor.scale import (
     backs_off_too_far,
     dragged,
     lost_scale,
-    never_grew,
     not_scaled,
     oscillating,
     slow,
     too_high,
-    too_large,
     too_low,
     wrong_start,
 )
@@ -46,10 +44,10 @@ Rule = Callable[[Record], Finding | None]
 NO_STEPS = "There are no steps in this record."
 WORST_FIRST = ("problem", "warning", "fine", "note")
 
-DAMAGED: tuple[Rule, ...] = (lost_scale, lost_steps, too_large, risen_loss, backs_off_too_far)
+DAMAGED: tuple[Rule, ...] = (lost_scale, lost_steps, risen_loss, backs_off_too_far)
 """Of each group only the first finding is reported."""
 SKIPPED: tuple[Rule, ...] = (slow, oscillating, dragged, too_high)
-UNUSED: tuple[Rule, ...] = (at_ceiling, never_grew, too_low)
+UNUSED: tuple[Rule, ...] = (at_ceiling, too_low)
 SNAPSHOTS: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
 
 

@@ -74,8 +74,6 @@ class Lost:
             return lost
         if len(alone := _alone(record)) >= FEWEST:
             return alone
-        if places := _shown(record):
-            return places
         sudden = array("q", (skip.place for skip in record.skips.of("sudden")))
         if period_of(sudden) >= 2 * FEWEST and not record.loss.count():
             return sudden
@@ -131,20 +129,6 @@ def _alone(record: Record) -> Sequence[int]:
     bound = max(EXTREME * median(usual), record.band.largest)  # a smaller loss may have a larger weight
     far = [skip.place for skip in record.skips if abs(losses[skip.place] or 0.0) > bound]
     return [n for n in far if n + 1 < len(record) and abs(losses[n + 1] or 0.0) <= bound / EXTREME**0.5]
-
-
-def _shown(record: Record) -> Sequence[int]:
-    """Return the skipped steps whose snapshots show that no scale helps, if most such snapshots do."""
-    skipped = {record.index[skip.place]: skip.place for skip in record.skips}
-    seen = [one for one in record.snapshots if one.index in skipped]
-    shown = [one for one in seen if given_far_larger(record, one) or _is_derivative(origin_of(record, one))]
-    return [skipped[one.index] for one in shown] if len(shown) >= max(2, len(seen) / 2) else ()
-
-
-def _is_derivative(source: Origin) -> bool:
-    """Return whether a gradient holds NaN among small values, as of a derivative that is not finite."""
-    row = source.row
-    return source.stage == "backward" and source.what == "NaN" and row is not None and bool(row.nans)
 
 
 def _not_by_scale(record: Record) -> Sequence[int]:

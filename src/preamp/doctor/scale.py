@@ -14,7 +14,6 @@ from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding, Severity
 from preamp.doctor.history import LATEST, SHORT, number
 from preamp.doctor.snapshots import (
     first_parameter,
-    lost,
     lost_words,
     needs_no_scale,
     saves_something,
@@ -29,16 +28,10 @@ LEAST_STEPS: Final = 10
 NEARLY_ALL: Final = 0.8
 """The share of skipped steps from which on a run makes no progress."""
 SHORTEST_INTERVAL: Final = 100
-MANY: Final = 1 / 10
 MUCH: Final = 12
 """Powers of two of unused headroom at which digits are lost: the entries of a gradient span some 20, and the
 normal numbers of float16 span 30."""
 FIRST_TRY: Final = 2.0**16
-NORM_WINDOW, SPIKE_OF_NORM = 20, 30.0
-FAR_BEYOND_FIRST: Final = 10.0
-"""Times the first norms: where the loss is nearly 0, norms are small and one batch may be like the first."""
-EXPLODED: Final = 10
-"""Gradients explode if the largest one in backward is this many powers of two above the first."""
 
 Remedy: TypeAlias = tuple[str, Mapping[str, Any]]
 """Advice, in words and as settings."""
@@ -300,24 +293,13 @@ def _waste(record: Record) -> Severity:
     """Return how bad unused headroom is: a warning if using it would save many entries."""
     if not record.headroom or _has_converged(record):
         return "note"
-    return "warning" if record.headroom >= MUCH or _saved(record, record.headroom) >= MANY else "note"
+    return "warning" if record.headroom >= MUCH else "note"
 
 
 def _has_converged(record: Record) -> bool:
     """Return whether hardly any loss is left: gradients are small then, and losing digits matters little."""
     losses = record.loss.finite()
     return len(losses) >= SHORT and abs(median(losses[-LATEST:])) <= OFTEN * abs(median(losses[:LATEST]))
-
-
-def _saved(record: Record, powers_higher: int) -> float:
-    """Return the median share of entries that a higher scale would save in late snapshots; 0 without any."""
-    first = record.index[record.late.start] if record.late else 0
-    snapshots = [snapshot for snapshot in record.sound if snapshot.index >= first] or [
-        snapshot for snapshot in (record.snapshot,) if snapshot
-    ]
-    pairs = [(lost(k), lost(k, _scale(exponent_of(k.scale) + powers_higher))) for k in snapshots]
-    saved = [now.flushed + now.subnormal - then.flushed - then.subnormal for now, then in pairs]
-    return median(saved) if saved else 0.0
 
 
 def at_ceiling(record: Record) -> Finding | None:
@@ -339,34 +321,10 @@ def at_ceiling(record: Record) -> Finding | None:
     )
 
 
-def never_grew(record: Record) -> Finding | None:
-    """Find a scale that is too low, in a run that is too short for it to grow once."""
-    interval = getattr(record.policy, "growth_interval", 0)
-    is_scaled = any(scale != 1.0 for scale in record.scales)
-    has_moved = record.growths or len(record.skips) or record.opening
-    if record.policy is None or not record.headroom:
-        return None  # unknown; or it may be a long interval or a low ceiling, which `too_low` reports
-    if has_moved or not is_scaled or interval <= len(record.settled):
-        return None
-    if not _is_wasted(record):
-        return None
-    settings, steps = _higher_start(record), len(record.settled)
-    return Finding(
-        kind="never grew",
-        severity=_waste(record),
-        sentence=f"The scale stayed at {power(record.scales[-1])}: it would grow after {interval:,} clean "
-        f"steps, and the run has {steps:,}{_headroom_words(record)}."
-        f"{lost_words(record.snapshot, _advised(settings))}",
-        advice=_higher_words(settings, record.scales[-1]),
-        numbers={"steps": steps, "headroom": record.headroom},
-        settings=settings,
-    )
-
-
 def too_low(record: Record) -> Finding | None:
     """Find a scale far below what the gradients allow."""
     if record.headroom is None:
-        return _below_one(record) or _loss_below_normal(record)
+        return _loss_below_normal(record)
     if not _is_wasted(record):
         return None
     usual, settings = median_low(record.of(record.late)), _higher_start(record)
@@ -391,22 +349,6 @@ def _higher_words(settings: Mapping[str, Any], now: float) -> str:
         return f"Start higher, at {power(start)}: one power of two, as a margin, below what {which} allow."
     lower = "start lower and " if start is not None else ""
     return f"The gradients shrink: {lower}let the scale grow sooner, or follow their amaxes with Headroom()."
-
-
-def _below_one(record: Record) -> Finding | None:
-    """Find a scale below 1, which makes gradients smaller, although nothing overflowed."""
-    highest = max(record.scales)
-    if highest >= 1.0 or needs_no_scale(record.band) or any(record.skipped):
-        return None
-    return Finding(
-        kind="too low",
-        severity="warning",
-        sentence=f"The scale is {power(highest)}, below 1, and no step overflowed: it makes gradients "
-        f"smaller, so that more of them round to zero in {record.band.name}.",
-        advice="Start higher.",
-        numbers={"scale": highest},
-        settings={"init_scale": FIRST_TRY},
-    )
 
 
 def _loss_below_normal(record: Record) -> Finding | None:
@@ -486,22 +428,3 @@ def _climbing(record: Record, climb: int, late: int) -> Mapping[str, Any]:
 
 
 # Large gradients
-
-
-def too_large(record: Record) -> Finding | None:
-    """Find gradients that overflow although the loss is scaled down."""
-    if not record.late or isinstance(record.policy, Static) or not (record.opening or len(record.skips)):
-        return None
-    usual, found = median(record.of(record.late)), record.scales[record.opening]
-    needed = record.usual_headroom < FEWEST if record.usual_headroom is not None else found < 1.0
-    if usual >= 1.0 or not needed:
-        return None
-    return Finding(
-        kind="gradient overflow",
-        severity="warning" if len(record.skips) else "note",
-        sentence=f"The scale had to fall to {power(usual)}, below 1: in backward the gradients overflow "
-        f"{record.band.name} even without a scale.{first_parameter(record)}",
-        advice="Make the loss smaller: a mean instead of a sum over the batch, and targets and inputs of "
-        "about 1.",
-        numbers={"scale": usual},
-    )
