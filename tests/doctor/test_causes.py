@@ -122,13 +122,13 @@ def test_an_overflow_in_forward_names_the_module_and_the_edit_and_nothing_else()
     assert trace.snapshots[-1].first_overflow.name == "neck"  # type: ignore[union-attr]
     (finding,) = diagnose(trace).findings
     assert (finding.kinds[0], finding.severity, dict(finding.settings)) == ("forward overflow", "problem", {})
-    (found, *_) = finding.among or (finding,)
-    assert "in the forward pass, from step 41 on" in found.sentence
-    assert "The output of module neck" in found.sentence
-    assert "No loss scale helps" in found.sentence
-    assert "autocast(device, enabled=False): y = model.neck(x.float())" in found.advice
-    assert "head" not in found.sentence + found.advice
-    assert "make them smaller" in found.advice
+    said = " ".join(finding.lines())
+    assert "in the forward pass, from step 41 on" in said
+    assert "The output of module neck" in said
+    assert "No loss scale helps" in said
+    assert "autocast(device, enabled=False): y = model.neck(x.float())" in said
+    assert "head" not in said
+    assert "make them smaller" in said
 
 
 def test_nan_in_a_module_whose_weights_were_not_recorded_may_be_in_the_weights() -> None:
@@ -205,8 +205,8 @@ def test_inputs_and_weights_tell_bad_data_from_a_broken_update() -> None:
     (data,) = diagnose(nan_given(inputs=32, weights=0)).findings
     assert (data.kinds[0], data.severity) == ("bad inputs", "problem")
     assert set(data.kinds) <= {"bad inputs", "poisoned average"}  # of a normalizer before the model
-    assert "from step 41 on" in data.sentence
-    assert "is the first with NaN in 32 of 64 entries" in data.sentence
+    assert "from step 41 on" in " ".join(data.lines())
+    assert "is the first with NaN in 32 of 64 entries" in " ".join(data.lines())
     assert first(nan_given(inputs=0, weights=32)).kinds == ("optimizer",)
     assert first(nan_given(inputs=32, weights=32)).kinds == ("optimizer",)
 

@@ -4,7 +4,7 @@
 first inf or NaN of a step in a lens's snapshot. `lost`, `risen` and `stuck` detect the three troubles of a
 run (steps that no scale saves, a loss that rose, weights that do not move), and test their signs. `causes` is
 the table of what can be wrong, `verdict` compares it with the signs, and `answers` words the result. `scale`
-and `spikes` are about the loss scale and guards, `snapshots` about what snapshots show by themselves. `advice`
+and `spikes` are about the loss scale and guards, `snapshots` about what snapshots show alone. `advice`
 turns settings into code, `frameworks` has the code of each framework, and `diagnosis` combines the findings.
 """
 

@@ -128,7 +128,7 @@ def risen_loss(record: Record) -> Finding | None:
 def _of_risen_loss(found: Risen, severity: Severity) -> Finding:
     assert found.loss is not None
     rise = f"the loss rose from {number(found.loss.base)} to {number(found.loss.amax)}"
-    step = found.record.index[found.place] if found.place < len(found.record) else found.place
+    step = found.record.index[found.place]
     facts = {"rise": f"{rise} (highest at step {step:,})"}
     weighing = weigh(causes.OF_RISEN_LOSS, risen.SIGNS, found)
     numbers = {"first_loss": found.loss.base, "last_loss": found.loss.amax}
@@ -186,7 +186,7 @@ def _answer(
         return Finding(
             kind=cause.kind,
             severity=severity,
-            sentence=cause.says.format(**known) + where,
+            sentence=cause.says.format(**known),
             advice=cause.remedy.format(**known),
             numbers=numbers,
             settings=settings if cause.settings else {},
@@ -204,11 +204,9 @@ def _answer(
         for one in weighing.weighed
     )
     if weighing.verdict == "cause":
-        others = [one for one in weighing.weighed if one is not left[0]][:WHY]
-        excluded = [
-            (one.cause.kind, against[0]) for one in others if (against := weighing.speaks_against(one))
-        ]
-        return replace(finding(left[0]), excluded=tuple(excluded), weighed=weighed)
+        only = finding(left[0])
+        excluded = [(one.kind, one.speaks_against[0]) for one in weighed[1 : 1 + WHY] if one.speaks_against]
+        return replace(only, sentence=only.sentence + where, excluded=tuple(excluded), weighed=weighed)
     lines = [line for source in weighing.to_record() if (line := _line_to_record(record, source))]
     to_record = f"To tell, record {'; or '.join(lines)}." if lines else ""
     among = tuple(finding(one) for one in left)
@@ -218,6 +216,7 @@ def _answer(
             verdict="one of",
             among=among,
             weighed=weighed,
+            sentence=f"One of these, likeliest first.{where}",
             advice=to_record,
             because=(),
             operation=any(one.operation for one in among),

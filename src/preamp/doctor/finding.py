@@ -89,7 +89,7 @@ class Finding:
                 others and f"{_capital(others)}.",
             ]
             return [" ".join(filter(None, said))]
-        listed = ["One of these, likeliest first. " + self.advice]
+        listed = [f"{self.sentence} {self.advice}".strip()]
         for place, one in enumerate(self.among, start=1):
             why = f" For it speaks: {'; '.join(one.because)}." if one.because else ""
             listed.append(f"{place}. {_capital(one.kind)}: {one.sentence}{why} {one.advice}")

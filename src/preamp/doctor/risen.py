@@ -47,7 +47,10 @@ class Risen:
             self.loss = Rise(best, levels[top])
         elif spike := _spike(losses):
             self.loss, self.recovers = spike, True
-        self.place = max(range(len(losses)), key=losses.__getitem__)
+        finite = [
+            n for n in range(len(record)) if record.loss.known[n] and math.isfinite(record.loss.values[n])
+        ]
+        self.place = max(finite, key=record.loss.values.__getitem__)
 
     def __bool__(self) -> bool:
         return self.loss is not None
