@@ -162,7 +162,7 @@ def test_a_loss_lost_between_finite_outputs_and_the_end_is_the_loss_function() -
     trace.add_snapshot(
         Snapshot(1, 2.0**15, "float16", (row("head", "activation", 2), row("head", "flow", 3, nonfinite=9)))
     )
-    assert first(trace).kind == "loss function"
+    assert {"loss function", "bad targets"} <= {*first(trace).kinds}
 
 
 @settings(deadline=None, max_examples=15)

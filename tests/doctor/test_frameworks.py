@@ -173,6 +173,7 @@ PLANTED: dict[str, Callable[[], Trace]] = {
     "an update wrote NaN into weights": lambda: nan_given(inputs=0, weights=32),
     "a step with NaN was taken": after_nan,
     "an average took in NaN": beside_the_model,
+    "snapshots of other steps": lambda: with_snapshots(skipped(60, 70, 80, 83, loss=math.nan), 20),
     "a layer limits the scale": lambda: with_snapshots(
         steady(), 100, 190, rows=(row("last", "flow", 14), row("first", "flow", -10))
     ),

@@ -12,7 +12,7 @@ from preamp.doctor.evidence import Record
 from preamp.doctor.finding import Finding, Severity
 from preamp.doctor.finding import Weighed as Considered
 from preamp.doctor.first_nonfinite import Origin, given_far_larger
-from preamp.doctor.history import LATEST, SHORT, number, words_of
+from preamp.doctor.history import LATEST, SHORT, hardly_fell, number, words_of
 from preamp.doctor.lost import Lost
 from preamp.doctor.risen import Risen
 from preamp.doctor.signs import Source
@@ -25,7 +25,6 @@ from preamp.record.formatting import two_to
 RECENT: Final = 100
 HIGHEST_TRY: Final = 2.0**32
 WHY: Final = 3  # reasons in a sentence
-FELL: Final = 0.9  # times the first loss
 
 
 def failed(record: Record) -> Finding | None:
@@ -62,7 +61,9 @@ def _of_lost_steps(found: Lost, severity: Severity) -> Finding:
     }
     numbers = {"start": found.places[0], "steps": len(found.places)}
     weighing = weigh(causes.OF_LOST_STEPS, lost.SIGNS, found)
-    answer = _answer(record, weighing, facts, severity, numbers, settings, _where(found))
+    answer = _answer(
+        record, weighing, facts, severity, numbers, settings, _where(found), seen=found.origin is not None
+    )
     return replace(answer, steps=record.numbers_of(found.places))
 
 
@@ -142,9 +143,9 @@ def no_progress(record: Record) -> Finding | None:
         return None
     dead = found.dead
     facts = {
-        "bound": number(found.bound or 0.0),
+        "bound": number(found.bound) if found.bound else "constant",
         "stopped": f"{record.index[min(found.moved or 0, len(record) - 1)]:,}",
-        "dead": dead.words if dead else "",
+        "dead": dead.words if dead else "they give zeros, and pass no gradient",
         "still": f": {listed(found.still.always)} never changed"
         if found.still and found.still.always
         else "",
@@ -153,7 +154,13 @@ def no_progress(record: Record) -> Finding | None:
     first = "scale" if isinstance(record.policy, Static) else "init_scale"
     settings = {first: HIGHEST_TRY} if record.scales[-1] < HIGHEST_TRY else {}
     weighing = weigh(causes.OF_NO_PROGRESS, stuck.SIGNS, found)
-    return _answer(record, weighing, facts, "problem", {"steps": len(record)}, settings, "")
+    losses = record.loss.finite()
+    # Where the loss had fallen, a schedule that ends at 0 may be meant.
+    fell = len(losses) >= SHORT and median(losses[-LATEST:]) < losses[0] / 2
+    severity: Severity = (
+        "note" if fell and weighing.weighed[0].cause.kind == "stopped learning" else "problem"
+    )
+    return _answer(record, weighing, facts, severity, {"steps": len(record)}, settings, "")
 
 
 def _revive(record: Record, dead: stuck.Dead | None) -> str:
@@ -164,8 +171,8 @@ def _revive(record: Record, dead: stuck.Dead | None) -> str:
             f"{record.code.run_in_float32(dead.name)}"
         )
     return (
-        "The usual reason is a learning rate that was too high at the start. Lower it, warm it up, or use "
-        "an activation that does not die, such as GELU."
+        "The usual reason is a learning rate, or a weight decay, that was too high at the start. Lower it, "
+        "warm it up, or use an activation that does not die, such as GELU."
     )
 
 
@@ -177,6 +184,8 @@ def _answer(
     numbers: Mapping[str, float],
     settings: Mapping[str, Any],
     where: str,
+    *,
+    seen: bool = True,
 ) -> Finding:
     left = weighing.likely if weighing.verdict == "one of" else weighing.left
 
@@ -190,6 +199,7 @@ def _answer(
             advice=cause.remedy.format(**known),
             numbers=numbers,
             settings=settings if cause.settings else {},
+            verdict=weighing.verdict,
             because=tuple(weighing.speaks_for(one)[:WHY]),
             operation=cause.operation,
         )
@@ -207,7 +217,8 @@ def _answer(
         only = finding(left[0])
         excluded = [(one.kind, one.speaks_against[0]) for one in weighed[1 : 1 + WHY] if one.speaks_against]
         return replace(only, sentence=only.sentence + where, excluded=tuple(excluded), weighed=weighed)
-    lines = [line for source in weighing.to_record() if (line := _line_to_record(record, source))]
+    sources = weighing.to_record()
+    lines = [line for source in sources if (line := _line_to_record(record, source, seen=seen))]
     to_record = f"To tell, record {'; or '.join(lines)}." if lines else ""
     among = tuple(finding(one) for one in left)
     if weighing.verdict == "one of":
@@ -234,11 +245,17 @@ def _answer(
     )
 
 
-def _line_to_record(record: Record, source: Source) -> str:
-    """Return what to write to record something that is missing; "" if it is there, or if there is no way."""
+def _line_to_record(record: Record, source: Source, *, seen: bool) -> str:
+    """Return what to write to record something that is missing; "" if it is there, or if there is no way.
+
+    Args:
+        record: the run.
+        source: what is missing.
+        seen: whether snapshots show the steps that matter.
+    """
     line = record.code.records[source]
     if source == "lens" and record.snapshots:
-        return record.code.these_steps
+        return "" if seen else record.code.these_steps
     has = {
         "loss": record.loss.count(),
         "norms": record.grad_norm.count(),
@@ -290,13 +307,10 @@ def restored_buffers(record: Record) -> Finding | None:
 
 def did_not_fall(record: Record) -> Finding | None:
     """Say that the loss did not fall, which may be as it should be."""
-    losses = record.loss.finite()
-    if len(losses) < SHORT or record.opening > len(record) / 2:
+    levels = hardly_fell(record)
+    if levels is None:
         return None
-    levels = [median(losses[n : n + LATEST]) for n in range(0, len(losses) - LATEST + 1, LATEST)]
-    first, late = levels[0], median(losses[-(len(losses) // 4) :])
-    if first <= 0.0 or min(levels) < FELL * first:
-        return None
+    first, late = levels
     missing: list[str] = []
     if not record.grad_norm.count():
         missing.append(record.code.records["norms"])
@@ -305,9 +319,8 @@ def did_not_fall(record: Record) -> Finding | None:
     return Finding(
         kind="no progress",
         severity="note",
-        sentence=f"The loss did not fall: it began at {number(first)} and ended near {number(late)}. "
-        f"Whether it should "
-        "have, and why it did not, the record cannot tell.",
+        sentence=f"The loss hardly fell: it began at {number(first)} and ended near {number(late)}. "
+        "Whether it should have, and why it did not, the record cannot tell.",
         advice=(
             f"To tell whether gradients reach the weights, record {'; and '.join(missing)}. "
             if missing

@@ -155,7 +155,7 @@ OF_LOST_STEPS: Final = (
         remedy=CHECK,
         predicts=one_part(
             "inputs bad 60, inputs large 40, module overflow 3, module NaN 3, gradient overflow 8, "
-            "gradient NaN 8, pass sound 15, any scale 90, all at once 90, to the end 20, no update before "
+            "gradient NaN 8, pass sound 15, any scale 90, all at once 90, to the end 35, no update before "
             "10, few updates 5, loss lost 75, rose 5, loss far off 50, weights grew 10, began otherwise "
             "2, rare 45, in rhythm 50"
         ),
@@ -168,7 +168,7 @@ OF_LOST_STEPS: Final = (
         "for missing values, such as 1e30 or -1, does this too.",
         predicts=one_part(
             "outputs finite 98, pass sound 10, any scale 90, outputs saturate 30, all at once 90, to the "
-            "end 25, no update before 10, few updates 5, loss lost 90, rose 5, fell 50, loss far off 40, "
+            "end 35, no update before 10, few updates 5, loss lost 90, rose 5, fell 50, loss far off 40, "
             "weights grew 10, began otherwise 2, rare 40, in rhythm 50"
         ),
     ),
@@ -282,10 +282,10 @@ OF_RISEN_LOSS: Final = (
     Cause(
         kind="data changed",
         weight=0.4,
-        says="The data changed: {rise}, at once.",
+        says="The data changed: {rise}.",
         remedy="Look at the inputs, targets or rewards of the steps from there on: {code.largest_x}. Bring "
         "them to the size of the earlier ones.",
-        predicts=rates("recovers 5, sudden 98, weights grew 10, inputs grew 50"),
+        predicts=rates("recovers 5, sudden 75, weights grew 30, inputs grew 50"),
     ),
     Cause(
         kind="loss spike",
@@ -298,11 +298,12 @@ OF_RISEN_LOSS: Final = (
 OF_NO_PROGRESS: Final = (
     Cause(
         kind="vanished",
+        weight=2.0,
         says="All gradients are zero: they round to zero in {band}.",
         remedy="Start high: every step that overflows lowers the scale.",
         predicts=rates(
-            "gradients zero 98, scaled loss large 5, gradients elsewhere 2, dead outputs 2, bound 2, scale "
-            "to gain 95, repeats 30"
+            "gradients zero 98, scaled loss large 5, gradients elsewhere 2, dead outputs 2, bound 2, "
+            "scale to gain 95, repeats 30, all still 30"
         ),
         settings=True,
     ),
@@ -315,7 +316,7 @@ OF_NO_PROGRESS: Final = (
         "of another model.",
         predicts=rates(
             "gradients zero 98, scaled loss large 90, gradients elsewhere 2, repeats 50, dead outputs 4, "
-            "bound 2, scale to gain 5"
+            "bound 2, scale to gain 5, all still 30"
         ),
     ),
     Cause(
@@ -323,17 +324,39 @@ OF_NO_PROGRESS: Final = (
         says="The optimizer does not hold all parameters that get gradients{still}.",
         remedy="{code.make_optimizer}",
         predicts=rates(
-            "some still 50, all still 60, gradients zero 60, gradients elsewhere 98, repeats 50, stopped 2, "
-            "dead outputs 2, bound 2, scale to gain 30"
+            "some still 50, all still 40, gradients zero 60, gradients elsewhere 98, repeats 50, stopped "
+            "2, dead outputs 2, bound 2, scale to gain 30, still at last 1"
+        ),
+    ),
+    Cause(
+        kind="cleared too early",
+        weight=0.2,
+        says="Gradients are cleared after backward and before the step, so that the step finds zeros.",
+        remedy="{code.clear_sentence}",
+        predicts=rates(
+            "gradients zero 98, gradients elsewhere 98, repeats 50, stopped 2, bound 2, dead outputs 2, "
+            "some still 2, all still 90, still at last 1, scale to gain 30"
+        ),
+    ),
+    Cause(
+        kind="lost updates",
+        weight=0.25,
+        says="Updates are too small for the dtype of the weights to hold, and round away{still}.",
+        remedy="Raise the learning rate, or keep weights in float32 that are in bfloat16 or float16.",
+        predicts=rates(
+            "gradients zero 5, repeats 30, stopped 15, bound 2, dead outputs 2, some still 60, all still 50, "
+            "still at last 15"
         ),
     ),
     Cause(
         kind="learning rate zero",
+        weight=1.5,
         says="The weights do not change: the loss takes the same values from beginning to end.",
         remedy="Check that the learning rate is above 0, that the optimizer was given the parameters of "
         "this model{code.own_parameters}, and that the loss depends on them.",
         predicts=rates(
-            "some still 2, all still 98, gradients zero 2, repeats 98, stopped 2, dead outputs 2, bound 2"
+            "some still 1, all still 98, gradients zero 2, repeats 98, stopped 2, dead outputs 2, bound "
+            "2, still at last 1"
         ),
     ),
     Cause(
@@ -342,15 +365,18 @@ OF_NO_PROGRESS: Final = (
         remedy="Check whether the learning-rate schedule has reached 0. If the loss is worse than before, "
         "the learning rate was too high, and units have died: lower it, or warm it up.",
         predicts=rates(
-            "some still 2, all still 98, gradients zero 30, repeats 2, stopped 98, dead outputs 2, bound 2"
+            "some still 1, all still 1, gradients zero 30, repeats 2, stopped 98, dead outputs 2, bound "
+            "2, still at last 95"
         ),
     ),
     Cause(
         kind="dead units",
+        weight=0.7,
         says="Units are dead: {dead}.",
         remedy="{revive}",
         predicts=rates(
-            "some still 2, all still 30, gradients zero 30, repeats 10, stopped 40, dead outputs 98, bound 2"
+            "some still 5, all still 5, gradients zero 30, repeats 10, stopped 40, dead outputs 98, bound "
+            "2, still at last 10"
         ),
     ),
     Cause(
@@ -358,6 +384,9 @@ OF_NO_PROGRESS: Final = (
         says="The gradients were clipped while they were still scaled, so that updates are too small by a "
         "factor of the scale: in nearly all steps the gradient norm times the scale is {bound}.",
         remedy="{code.clip_unscaled}",
-        predicts=rates("some still 2, all still 10, gradients zero 2, repeats 15, dead outputs 2, bound 98"),
+        predicts=rates(
+            "some still 2, all still 10, gradients zero 2, repeats 15, dead outputs 2, bound 98, still at "
+            "last 2"
+        ),
     ),
 )

@@ -99,7 +99,7 @@ class Finding:
         """Return for every cause that was considered what speaks for it and against it, as lines of text."""
         listed = []
         for one in self.weighed:
-            left = "possible" if one.left else "excluded"
+            left = ("the cause" if self.verdict == "cause" else "possible") if one.left else "excluded"
             listed.append(f"{one.kind} ({left})")
             listed += [f"  for: {words}" for words in one.speaks_for]
             listed += [f"  against: {words}" for words in one.speaks_against]

@@ -22,6 +22,7 @@ FEW_UPDATES: Final = 4
 """If a forward pass fails after fewer updates than this, the updates broke it."""
 TENFOLD: Final = 9.0  # of `Rise.ratio`
 TWOFOLD: Final = 1.0
+FELL: Final = 0.9  # times the first loss
 SHORT: Final = 50  # with fewer steps than these, losses prove nothing
 
 
@@ -142,6 +143,16 @@ def period_of(places: Sequence[int]) -> int:
         return 0
     common = math.gcd(*(after - before for before, after in pairwise(places)))
     return common if common >= 2 * FEWEST else 0
+
+
+def hardly_fell(record: Record) -> tuple[float, float] | None:
+    """Return where a loss began and ended that never fell by a tenth; None if it did, or for a short run."""
+    losses = record.loss.finite()
+    if len(losses) < SHORT or record.opening > len(record) / 2:
+        return None
+    levels = [median(losses[n : n + LATEST]) for n in range(0, len(losses) - LATEST + 1, LATEST)]
+    first, late = levels[0], median(losses[-(len(losses) // 4) :])
+    return (first, late) if first > 0.0 and min(levels) >= FELL * first else None
 
 
 def first_of(record: Record, places: Sequence[int]) -> str:

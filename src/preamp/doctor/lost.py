@@ -186,13 +186,20 @@ def _to_the_end(lost: Lost) -> bool:
 
 
 @SIGNS.add("no update before", "no step had been taken before", "steps had been taken before", usual=0.3)
-def _from_the_start(lost: Lost) -> bool:
-    return not _updates(lost)
+def _from_the_start(lost: Lost) -> bool | None:
+    return None if _is_merged(lost.record) else not _updates(lost)
 
 
 @SIGNS.add("few updates", "it began within three updates", "many updates had worked before", usual=0.08)
-def _few_updates(lost: Lost) -> bool:
+def _few_updates(lost: Lost) -> bool | None:
+    if _is_merged(lost.record):
+        return None
     return lost.end is not None and 0 < _updates(lost) < FEW_UPDATES
+
+
+def _is_merged(record: Record) -> bool:
+    """Return whether a step has several optimizers, of which some may step where others skip."""
+    return any(name.startswith("optimizers[") for name in record.culprits)
 
 
 def _updates(lost: Lost) -> int:
@@ -465,12 +472,8 @@ def _saturated(lost: Lost) -> bool | None:
     outputs = [] if source is None else [row for row in source.snapshot.rows if row.what == "activation"]
     if source is None or not outputs or source.stage != "loss":
         return None
-    earlier = [one for one in lost.record.sound if one.index < source.snapshot.index]
-    if not earlier:
-        return None
     amax = outputs[-1].histogram.amax_exponent
-    larger = grown(earlier[0], source.snapshot, "activation")
-    return (amax is not None and amax >= SATURATED) or (bool(larger) and max(larger) >= FEWEST)
+    return amax is not None and amax >= SATURATED
 
 
 @SIGNS.add(

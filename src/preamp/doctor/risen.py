@@ -16,6 +16,7 @@ from preamp.doctor.signs import Signs
 SUDDEN: Final = 5.0  # times the highest loss of the steps before
 WINDOW: Final = 10
 AHEAD: Final = 2.5
+NOT_BELOW: Final = 0.9
 
 
 class Risen:
@@ -39,10 +40,13 @@ class Risen:
         top = max(range(len(levels)), key=levels.__getitem__)
         best = min(levels[: top + 1])
         self.best = best
-        stays = Rise(best, self.late)
+        stays, began = Rise(best, self.late), losses[0]
+        never_fell = began > 0.0 and levels[top] >= TENFOLD * began and self.late >= NOT_BELOW * began
         grew = self.late >= 2 * losses[0] or (self.late > losses[0] and bool(updates_grew(record)))
         if best > 0.0 and stays.ratio >= TENFOLD and grew:
             self.loss = stays
+        elif never_fell and updates_grew(record) is not False:
+            self.loss = Rise(began, levels[top])
         elif best > 0.0 and _forgot(levels, top, self.late) and updates_grew(record) is not False:
             self.loss = Rise(best, levels[top])
         elif spike := _spike(losses):

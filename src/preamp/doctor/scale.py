@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from preamp.doctor.evidence import Record, Skips
 from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding, Severity
-from preamp.doctor.history import LATEST, SHORT, number
+from preamp.doctor.history import LATEST, SHORT, hardly_fell, number
 from preamp.doctor.snapshots import (
     first_parameter,
     lost_words,
@@ -47,12 +47,18 @@ def wrong_start(record: Record) -> Finding | None:
     if len(set(record.scales[: record.opening])) < FEWEST or len(record.settled) < LEAST_STEPS:
         return None  # few different scales: the policy waits for several overflows
     first, found = record.scales[0], record.scales[record.opening]
+    smaller = (
+        ""
+        if found >= 1.0
+        else " Or make the loss smaller, as with a mean instead of a sum: below 1 the "
+        "gradients overflow even without a scale."
+    )
     return Finding(
-        kind="wrong start",
+        kind="wrong start" if found >= 1.0 else "gradient overflow",
         severity="warning" if record.opening >= LEAST_STEPS else "note",
         sentence=f"The first {record.opening:,} steps were skipped, while the scale fell from "
         f"{power(first)} to {power(found)}.",
-        advice="Start there.",
+        advice=f"Start there.{smaller}",
         steps=record.numbers_of(range(record.opening)),
         numbers={"skipped": record.opening, "first_scale": first, "found_scale": found},
         settings={"init_scale": found},
@@ -169,6 +175,7 @@ def too_high(record: Record) -> Finding | None:
         sentence=f"{of_steps(len(record.skips), len(record.settled))} were skipped, at scales "
         f"of {power(min(skip.scale for skip in record.skips))} and above.{first_parameter(record)}",
         advice=advice,
+        verdict="cause" if settings else "unknown",
         steps=record.numbers_of(skip.place for skip in record.skips),
         numbers={"skipped": len(record.skips), "share": share},
         settings=settings,
@@ -192,7 +199,7 @@ def _lower(record: Record) -> Remedy:
         }
     if longer and len(record.skips) < 3 * record.growths:
         return "The scale grows too soon. Wait longer.", longer
-    return "These steps overflow at any scale: look at their data, and at the learning rate.", {}
+    return "Why, the record cannot tell: look at the data of these steps, and at the learning rate.", {}
 
 
 def lost_scale(record: Record) -> Finding | None:
@@ -273,13 +280,18 @@ def not_scaled(record: Record) -> Finding | None:
     zeros, settings = median(record.zeros.finite() or [0.0]), _higher_start(record)
     if "scale" in settings:  # of a constant 1, which is no choice of a rule
         settings = {"init_scale": settings["scale"]}
+    rows = [row for snapshot in record.snapshots for row in snapshot.rows]
+    is_known = "precision" in about or any(row.dtype != "float32" for row in rows) or hardly_fell(record)
     return Finding(
-        kind="not scaled",
-        severity=_severity(zeros, saves_something(record.snapshot)),
+        kind="not scaled" if is_known else "not measured",
+        severity=_severity(zeros, saves_something(record.snapshot)) if is_known else "note",
         sentence=f"The loss was not scaled in {record.band.name} (the scale was 1){_headroom_words(record)}"
         + (f", and {percent(zeros)} of the gradient entries are exactly zero." if zeros else ".")
         + lost_words(record.snapshot, _advised(settings)),
-        advice="Use a loss scale.",
+        advice="Use a loss scale."
+        if is_known
+        else f"If the model computes in {record.band.name}, use a loss scale. If not, say so: "
+        f'{record.code.trace}(precision="float32").',
         numbers={"zeros": zeros},
         settings=settings or {"init_scale": FIRST_TRY},
     )

@@ -57,11 +57,9 @@ class Stuck:
         record = self.record
         zero, known = max(_zeros(record, record.amax), _zeros(record, record.grad_norm))
         losses = [loss for place in record.late if (loss := record.loss[place]) is not None]
-        if not known and (seen := self._seen_zero()) is not None:
-            return seen
-        if not known or (losses and 2 * losses.count(0.0) > len(losses)):
+        if losses and 2 * losses.count(0.0) > len(losses):
             return None
-        return zero >= MOSTLY * known
+        return zero >= MOSTLY * known if known else self._seen_zero()
 
     def _seen_zero(self) -> bool | None:
         """Whether all gradients are zero in the last two snapshots."""
@@ -122,11 +120,16 @@ def _some_still(stuck: Stuck) -> bool | None:
     return stuck.still and bool(stuck.still.always and stuck.still.some)
 
 
-@SIGNS.add(
-    "all still", "no weight changed between snapshots", "weights changed between snapshots", "lens", usual=0.3
-)
+@SIGNS.add("all still", "no weight ever changed", "weights changed", "lens", usual=0.05)
 def _all_still(stuck: Stuck) -> bool | None:
-    return stuck.still and stuck.still.late
+    return stuck.still and bool(stuck.still.always and not stuck.still.some)
+
+
+@SIGNS.add(
+    "still at last", "weights changed, and later no more", "weights changed to the end", "lens", usual=0.05
+)
+def _still_at_last(stuck: Stuck) -> bool | None:
+    return stuck.still and (stuck.still.late and not stuck.still.always)
 
 
 @SIGNS.add(
@@ -135,6 +138,8 @@ def _all_still(stuck: Stuck) -> bool | None:
 def _to_gain(stuck: Stuck) -> bool | None:
     """Whether the scale is far below what the gradients allow, and some are lost because of it."""
     record = stuck.record
+    if stuck.gradients_zero and _large_loss(stuck):
+        return None
     saves = False if needs_no_scale(record.band) else saves_something(record.snapshot)
     return saves and (record.headroom is None or record.headroom >= FEWEST)
 
@@ -175,7 +180,11 @@ def _elsewhere(stuck: Stuck) -> bool | None:
     "dead outputs", "outputs of a module are all zero", "no module gives only zeros", "lens", usual=0.05
 )
 def _dead(stuck: Stuck) -> bool | None:
-    return bool(stuck.dead) if stuck.record.snapshots else None
+    if stuck.dead:
+        return True
+    late = stuck.record.sound[-1:]  # units that are dead pass no gradient, also where a lens sees no outputs
+    rows = [row for one in late for row in one.rows if row.what == "gradient"]
+    return False if rows and all(row.histogram.nonzero for row in rows) else None
 
 
 def clipping_bound(record: Record) -> float | None:
