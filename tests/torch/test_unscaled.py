@@ -30,6 +30,7 @@ def watch(monkeypatch):
     monkeypatch.setattr(unscaled.watch, "is_on", True)
     monkeypatch.setattr(unscaled.watch, "_regions", 0)
     monkeypatch.setattr(unscaled, "has_compiled_step", lambda: False)
+    unscaled.watch.stop_looking()  # as a region in another test's training may have it do
     before = optimizers._global_optimizer_pre_hooks
     yield unscaled.watch
     unscaled.watch.stop_looking()
