@@ -105,9 +105,9 @@ OF_LOST_STEPS: Final = (
         remedy="{code.clear_sentence} If your loop accumulates gradients itself, begin with zeros: inf "
         "times 0 is NaN.",
         predicts=one_part(
-            "pass sound 98, all at once 95, to the end 99.8, no update before 5, skipped 98, loss lost 0.2, "
-            "few updates 10, rose 5, any scale 98, worked before 90, began otherwise 50, named 98, carried "
-            "50"
+            "pass sound 98, all at once 95, to the end 99.8, no update before 5, skipped 98, loss lost "
+            "0.2, few updates 10, rose 5, any scale 98, worked before 90, began otherwise 50, named 99.6, "
+            "carried 50"
         ),
     ),
     Cause(
@@ -233,7 +233,7 @@ OF_LOST_STEPS: Final = (
         "explode: smaller initial weights, normalization, {clip}.",
         predicts=one_part(
             "gradient overflow 98, all at once 60, no update before 30, to the end 60, skipped 98, loss "
-            "lost 5, any scale 20, rose 70, fixed 40, worked before 70, named 98, carried 2, loss far off "
+            "lost 5, any scale 20, rose 50, fixed 40, worked before 70, named 98, carried 2, loss far off "
             "20"
         ),
         settings=True,
@@ -245,7 +245,7 @@ OF_LOST_STEPS: Final = (
         remedy="{lower}",
         predicts=one_part(
             "gradient overflow 98, all at once 30, to the end 85, no update before 70, skipped 98, loss "
-            "lost 2, any scale 0.2, rose 5, fixed 99.8, worked before 4, named 98, carried 2, began "
+            "lost 2, any scale 0.2, rose 5, fixed 99.8, worked before 0.8, named 98, carried 2, began "
             "otherwise 2"
         ),
         settings=True,
@@ -270,14 +270,14 @@ OF_RISEN_LOSS: Final = (
         says="The training diverged: {rise}. The learning rate is too high; the loss scale did not cause "
         "this.",
         remedy=LOWER,
-        predicts=rates("norm ahead 5, recovers 5, sudden 40, weights grew 95, inputs grew 5"),
+        predicts=rates("norm ahead 5, recovers 5, sudden 40, weights grew 95, inputs grew 5, sums 3"),
     ),
     Cause(
         kind="gradients not cleared",
         weight=0.3,
         says="Gradients of earlier steps are added up, so that updates grow: {rise}.",
         remedy="{code.clear_sentence}",
-        predicts=rates("norm ahead 90, recovers 10, sudden 5, weights grew 95, inputs grew 5"),
+        predicts=rates("norm ahead 90, recovers 10, sudden 5, weights grew 95, inputs grew 5, sums 95"),
     ),
     Cause(
         kind="data changed",
@@ -302,7 +302,7 @@ OF_NO_PROGRESS: Final = (
         says="All gradients are zero: they round to zero in {band}.",
         remedy="Start high: every step that overflows lowers the scale.",
         predicts=rates(
-            "gradients zero 98, scaled loss large 5, gradients elsewhere 2, dead outputs 2, bound 2, "
+            "gradients zero 98, scaled loss large 1, gradients elsewhere 2, dead outputs 2, bound 2, "
             "scale to gain 95, repeats 30, all still 30"
         ),
         settings=True,
@@ -375,7 +375,7 @@ OF_NO_PROGRESS: Final = (
         says="Units are dead: {dead}.",
         remedy="{revive}",
         predicts=rates(
-            "some still 5, all still 5, gradients zero 30, repeats 10, stopped 40, dead outputs 98, bound "
+            "some still 5, all still 5, gradients zero 8, repeats 10, stopped 40, dead outputs 98, bound "
             "2, still at last 10"
         ),
     ),

@@ -407,16 +407,17 @@ class Record:
 
     def is_lost(self, snapshot: Snapshot) -> bool:
         """Return whether the loss of the step of a snapshot was inf or NaN."""
-        place = self._place(snapshot)
+        place = self.place_of(snapshot)
         loss = None if place is None else self.loss[place]
         return loss is not None and not math.isfinite(loss)
 
     def has_skipped(self, snapshot: Snapshot) -> bool:
         """Return whether the step of a snapshot was skipped because it overflowed."""
-        place = self._place(snapshot)
+        place = self.place_of(snapshot)
         return place is not None and bool(self.skipped[place])
 
-    def _place(self, snapshot: Snapshot) -> int | None:
+    def place_of(self, snapshot: Snapshot) -> int | None:
+        """Return the place of the step of a snapshot; None if it is not in the record."""
         place = bisect_left(self.index, snapshot.index)
         return place if place < len(self) and self.index[place] == snapshot.index else None
 
@@ -428,7 +429,7 @@ class Record:
     def _is_sound(self, snapshot: Snapshot) -> bool:
         if any(row.histogram.nonfinite for row in snapshot.rows if row.direction == "backward"):
             return False
-        place = self._place(snapshot)
+        place = self.place_of(snapshot)
         return place is None or not (self.skipped[place] or self.is_lost(snapshot))
 
     @cached_property

@@ -93,7 +93,11 @@ def origin_of(record: Record, snapshot: Snapshot) -> Origin:
             return Origin("other pass", snapshot)
         return Origin("loss" if outputs else "elsewhere", snapshot)
     if gradients:
-        return Origin("backward", snapshot, gradients[0], _what(snapshot, gradients[0], known))
+        what = _what(snapshot, gradients[0], known)
+        finite = [row for row in backward if row.what == "flow" and not row.histogram.nonfinite]
+        if what == "unknown" and any(_what(snapshot, row, None) == "overflow" for row in finite):
+            what = "overflow"  # no value of it is left, but those that it was computed from are large
+        return Origin("backward", snapshot, gradients[0], what)
     return Origin("elsewhere", snapshot)
 
 

@@ -12,11 +12,13 @@ from preamp.doctor.finding import FEWEST
 from preamp.doctor.first_nonfinite import updates_grew
 from preamp.doctor.history import LATEST, SHORT, TENFOLD, TWOFOLD, Rise
 from preamp.doctor.signs import Signs
+from preamp.doctor.snapshots import norm_of
 
 SUDDEN: Final = 5.0  # times the highest loss of the steps before
 WINDOW: Final = 10
 AHEAD: Final = 2.5
 NOT_BELOW: Final = 0.9
+SUMMED: Final = 3.0
 
 
 class Risen:
@@ -101,6 +103,25 @@ def _recovers(risen: Risen) -> bool:
 @SIGNS.add("weights grew", "updates made weights or outputs far larger", "no weight grew", "lens")
 def _weights_grew(risen: Risen) -> bool | None:
     return updates_grew(risen.record)
+
+
+@SIGNS.add(
+    "sums",
+    "gradients are far larger than one pass makes them",
+    "they are those of one pass",
+    "lens",
+    usual=0.1,
+)
+def _sums(risen: Risen) -> bool | None:
+    """Whether the gradient norm of late steps is several times what snapshots show of their passes."""
+    record, ratios = risen.record, []
+    for snapshot in record.sound:
+        own = norm_of(snapshot)
+        place = record.place_of(snapshot)
+        norm = None if place is None else record.grad_norm[place]
+        if own and norm and math.isfinite(norm):
+            ratios.append(norm / own)
+    return median(ratios[-LATEST:]) > SUMMED if ratios else None
 
 
 @SIGNS.add("sudden", "it rose from one step to the next", "it rose gradually", "loss")

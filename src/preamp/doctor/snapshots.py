@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import reduce
@@ -50,6 +51,17 @@ def _gradients(snapshot: Snapshot) -> ExponentHistogram:
     return reduce(
         add, (row.histogram for row in snapshot.rows if row.what != "activation"), ExponentHistogram()
     )
+
+
+def norm_of(snapshot: Snapshot) -> float:
+    """Return about the norm of the unscaled gradients of parameters, from their histograms; 0 without any."""
+    total = sum(
+        count * 2.25 * 4.0 ** (row.histogram.low + place)  # entries of a bin are about 1.5 times its power
+        for row in snapshot.rows
+        if row.what == "gradient" and abs(row.histogram.low) < 500
+        for place, count in enumerate(row.histogram.counts)
+    )
+    return math.sqrt(total) / snapshot.scale
 
 
 def saves_something(snapshot: Snapshot | None) -> bool | None:
