@@ -28,6 +28,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; }
 body { margin: 0 auto; padding: 1.2rem; max-width: 1240px; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0.4rem 0; }
 h2 { font-size: 1.15rem; margin: 2rem 0 0.5rem; }
+h3 { font-size: 1rem; margin: 1rem 0 0.5rem; }
 p, li { max-width: 46rem; }
 details { margin: 0.8rem 0; }
 summary { cursor: pointer; color: #0072b2; }
