@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from preamp import ExponentHistogram, Snapshot, SnapshotRow, Static, Step, Trace
 from preamp.doctor import diagnose
-from preamp.report import Curve, write_report
+from preamp.report import Curve, loss_figure, write_report
 
 from .inside import Cause, of_trouble, rates, signs, weigh
 from .test_causes import LINKS, first, left, neck, row, run, seen
@@ -112,7 +112,8 @@ def test_a_report_begins_with_the_findings_and_marks_their_steps(tmp_path: Path)
     assert first(trace).lines()[1].partition(":")[0] in said
     write_report(tmp_path / "w.html", title="Runs", lead=["Lead."], curves=curves[1:], table=())
     assert "What the doctor found" not in (tmp_path / "w.html").read_text()
-    assert page.count('d="M 0 4.5') + page.count("M 0 4.5 \nL 0 -4.5") > 0  # the marker: a short line
+    marked = [loss_figure([Curve("ill", trace, steps=steps)]).count("<use") for steps in ((), (41, 50))]
+    assert marked[1] == marked[0] + 2
 
 
 def steady_steps(count: int, **fields: Any) -> Iterator[Step]:

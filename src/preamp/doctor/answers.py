@@ -224,7 +224,6 @@ def _answer(
     if weighing.verdict == "one of":
         return replace(
             among[0],
-            verdict="one of",
             among=among,
             weighed=weighed,
             sentence=f"One of these, likeliest first.{where}",
@@ -246,7 +245,7 @@ def _answer(
 
 
 def _line_to_record(record: Record, source: Source, *, seen: bool) -> str:
-    """Return what to write to record something that is missing; "" if it is there, or if there is no way.
+    """Return what to write to record something that is missing; "" if it is there or cannot be recorded.
 
     Args:
         record: the run.
@@ -282,8 +281,7 @@ def poisoned_buffers(record: Record) -> Finding | None:
         kind="poisoned buffers",
         severity="problem",
         sentence=f"After a skipped step, {listed(names)} held inf or NaN. Skipping a step protects the "
-        f"weights but "
-        "not the buffers of modules: in evaluation the model gives NaN.",
+        "weights but not the buffers of modules: in evaluation the model gives NaN.",
         advice=f"Reset them ({record.code.reset_statistics}), or go back to a checkpoint before that step. "
         f"{record.code.restore}",
         numbers={"buffers": len(names)},
@@ -299,8 +297,7 @@ def restored_buffers(record: Record) -> Finding | None:
         kind="restored buffers",
         severity="note",
         sentence=f"After a skipped step, {listed(names)} held inf or NaN and were set back to their values "
-        f"from "
-        "before that step.",
+        "from before that step.",
         numbers={"buffers": len(names)},
     )
 

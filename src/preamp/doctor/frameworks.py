@@ -37,10 +37,10 @@ class Code:
         loss_in_float32: how to do so for the loss.
         from_logits: loss functions that take the logarithm of a softmax or sigmoid safely.
         trace: what records a run.
-        restore: how to keep buffers safe in steps that are skipped; a sentence, "" if there is no way.
+        restore: how to keep buffers safe in steps that are skipped; a sentence; "" if that is not possible.
         if_taken: tells whether a step was taken.
-        records: what to write to record more, by what is missing; "" where there is no way.
-        these_steps: how to record snapshots of given steps; "" where there is no way.
+        records: what to write to record more, by what is missing; "" if that is not possible.
+        these_steps: how to record snapshots of given steps; "" if that is not possible.
         blame: what to add to the flags of `preamp blame`; None where it has no support for the framework.
     """
 

@@ -29,6 +29,8 @@ class Risen:
         loss: from where to where it rose; None if it did not.
         place: where it was highest.
         recovers: whether it fell again.
+        losses: all finite losses.
+        first: the loss at the beginning.
     """
 
     def __init__(self, record: Record) -> None:
@@ -38,18 +40,17 @@ class Risen:
             return
         levels = [median(losses[n : n + LATEST]) for n in range(0, len(losses) - LATEST + 1, LATEST)]
         quarter = max(20, len(losses) // 4)
-        self.late, self.first = median(losses[-quarter:]), min(losses[0], levels[0])
+        late, began, grew = median(losses[-quarter:]), losses[0], updates_grew(record)
+        self.first = min(began, levels[0])
         top = max(range(len(levels)), key=levels.__getitem__)
         best = min(levels[: top + 1])
-        self.best = best
-        stays, began = Rise(best, self.late), losses[0]
-        never_fell = began > 0.0 and levels[top] >= TENFOLD * began and self.late >= NOT_BELOW * began
-        grew = self.late >= 2 * losses[0] or (self.late > losses[0] and bool(updates_grew(record)))
-        if best > 0.0 and stays.ratio >= TENFOLD and grew:
-            self.loss = stays
-        elif never_fell and updates_grew(record) is not False:
+        stays = Rise(best, late).ratio >= TENFOLD and (late >= 2 * began or (late > began and bool(grew)))
+        never_fell = began > 0.0 and levels[top] >= TENFOLD * began and late >= NOT_BELOW * began
+        if best > 0.0 and stays:
+            self.loss = Rise(best, late)
+        elif never_fell and grew is not False:
             self.loss = Rise(began, levels[top])
-        elif best > 0.0 and _forgot(levels, top, self.late) and updates_grew(record) is not False:
+        elif best > 0.0 and _forgot(levels, top, late) and grew is not False:
             self.loss = Rise(best, levels[top])
         elif spike := _spike(losses):
             self.loss, self.recovers = spike, True

@@ -278,7 +278,7 @@ def not_scaled(record: Record) -> Finding | None:
     if precision != record.band.name or not (is_stated or may_be) or needs_no_scale(record.band):
         return None
     zeros, settings = median(record.zeros.finite() or [0.0]), _higher_start(record)
-    if "scale" in settings:  # of a constant 1, which is no choice of a rule
+    if "scale" in settings:  # a constant scale of 1 was not chosen on purpose
         settings = {"init_scale": settings["scale"]}
     rows = [row for snapshot in record.snapshots for row in snapshot.rows]
     is_known = "precision" in about or any(row.dtype != "float32" for row in rows) or hardly_fell(record)
@@ -437,6 +437,3 @@ def _climbing(record: Record, climb: int, late: int) -> Mapping[str, Any]:
     ceiling, needed = getattr(record.policy, "max_scale", math.inf), _scale(late)
     sooner = {"growth_interval": interval} if interval < record.interval else {}
     return {**sooner, **({"max_scale": needed} if ceiling and ceiling < needed else {})}
-
-
-# Large gradients

@@ -28,8 +28,6 @@ ROUNDED: Final = 1.002
 LEAST_STEPS: Final = 10  # between snapshots whose weights are compared
 LEAST_WEIGHTS: Final = 16  # of which one shows an update
 NEARLY, ALIVE = 0.97, 0.9  # shares of zeros: of units that died, and at most of those that live
-
-
 MOST_VALUES: Final = 10_000  # of batches in an epoch
 
 

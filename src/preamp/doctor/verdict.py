@@ -9,8 +9,8 @@ is one of them. Else the record cannot tell, and the answer is what to record.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from preamp.doctor.causes import Cause
@@ -82,38 +82,24 @@ class Weighing:
 
     def speaks_for(self, one: Weighed) -> list[str]:
         """Return what speaks for a cause, strongest first, compared with all others that are not excluded."""
-        others = [other for other in self.left if other is not one] or [
-            other for other in self.weighed if other is not one
-        ]
-        return self._words(one, others, SPEAKS)
+        left = [other for other in self.left if other is not one]
+        others = left or [other for other in self.weighed if other is not one]
+
+        def ratio(name: str, sign: Sign) -> float:
+            return one.chance(name, sign) * len(others) / sum(other.chance(name, sign) for other in others)
+
+        return self._words(one.found, ratio)
 
     def speaks_against(self, one: Weighed) -> list[str]:
         """Return what speaks against a cause, strongest first, compared with the likeliest one."""
         best = self.weighed[0] if one is not self.weighed[0] else self.weighed[1]
-        ratios = {
-            name: best.chance(name, sign) / one.chance(name, sign)
-            for name, sign in self.signs.items()
-            if name in one.found
-        }
-        order = sorted(
-            (name for name, ratio in ratios.items() if ratio >= SPEAKS), key=lambda name: -ratios[name]
-        )
-        return [self._word(one, name) for name in order]
+        return self._words(one.found, lambda name, sign: best.chance(name, sign) / one.chance(name, sign))
 
-    def _words(self, one: Weighed, others: Sequence[Weighed], least: float) -> list[str]:
-        ratios = {}
-        for name, sign in self.signs.items():
-            if name in one.found:
-                usual = sum(other.chance(name, sign) for other in others) / len(others)
-                ratios[name] = one.chance(name, sign) / usual
-        order = sorted(
-            (name for name, ratio in ratios.items() if ratio >= least), key=lambda name: -ratios[name]
-        )
-        return [words for name in order if (words := self._word(one, name))]
-
-    def _word(self, one: Weighed, name: str) -> str:
-        sign = self.signs[name]
-        return sign.present if one.found[name] else sign.absent
+    def _words(self, found: Mapping[str, bool], ratio: Callable[[str, Sign], float]) -> list[str]:
+        ratios = {name: ratio(name, self.signs[name]) for name in found}
+        order = sorted((name for name in found if ratios[name] >= SPEAKS), key=lambda name: -ratios[name])
+        words = [self.signs[name].present if found[name] else self.signs[name].absent for name in order]
+        return [one for one in words if one]
 
     def to_record(self) -> list[Source]:
         """Return what to record so that fewer causes are left, most useful first."""
@@ -133,10 +119,8 @@ def weigh(causes: Sequence[Cause], signs: Mapping[str, Sign], trouble: Any) -> W
     found = {name: present for name, present in tested.items() if present is not None}
     weighed = []
     for cause in causes:
-        score = math.log(cause.weight)
-        for name, present in found.items():
-            chance = cause.predicts.get(name, signs[name].usual)
-            score += math.log(chance if present else 1.0 - chance)
-        weighed.append(Weighed(cause, score, found))
+        bare = Weighed(cause, math.log(cause.weight), found)
+        chances = [bare.chance(name, signs[name]) for name in found]
+        weighed.append(replace(bare, score=bare.score + sum(map(math.log, chances))))
     weighed.sort(key=lambda one: -one.score)
     return Weighing(tuple(weighed), signs, tuple(name for name in signs if name not in found))

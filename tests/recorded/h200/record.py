@@ -8,9 +8,15 @@ error, go to operators.jsonl, the first 600 numbers of each to operators.npz. In
 generator, so that every machine has the same. What lies here was recorded with torch 2.11.0+cu130 on an
 NVIDIA H200, driver 580.159.04.
 
-Recorded in the same hour: fp8 (`torch._scaled_mm` and torchao 0.18's Float8Linear beside float32 products
-of the same quantized operands; the arrays are the bits of bfloat16), products (float16 and bfloat16 matrix
-products beside float32's) and models (losses and gradient norms of small transformers).
+Recorded in the same hour, by programs that are not kept:
+- products.jsonl, models.jsonl: float16 and bfloat16 matrix products beside float32 products of the same
+  operands, and losses and gradient norms of small transformers.
+- fp8.jsonl, fp8.npz (the bits of bfloat16): "mm.64.128.96.SCALE.WAY.FAST" is `torch._scaled_mm` of e4m3
+  operands with one scale for each tensor or row. A generator with seed 128 makes x = randn(64, 128) *
+  SCALE, then w = randn(96, 128) / 128**0.5, both to bfloat16, and x[0, 0] is multiplied by 50.
+  "ao.RECIPE.False.1.0.NAME" is torchao 0.18's Float8Linear in bfloat16, the first 64 rows of y and dx,
+  and dw. A generator with seed 3 makes weight = randn(192, 256) / 16, bias = randn(192) / 4, x =
+  randn(128, 256), and the gradient of y, randn(128, 192) * 1e-3.
 """
 
 from __future__ import annotations
