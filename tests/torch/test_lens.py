@@ -369,6 +369,17 @@ def test_the_pass_after_a_skipped_step_is_sampled_once_for_all_skips_in_a_row() 
     assert [snapshot.first_overflow is None for snapshot in snapshots] == [True, False, True]
 
 
+def test_after_a_skip_that_does_not_repeat_the_next_pass_that_is_not_finite_is_kept() -> None:
+    model, snapshots = mlp(), []
+    scaler = GradScaler("cpu", policy=Dynamic(init_scale=2.0**10))
+    with Lens(model, every=1000, scaler=scaler, on_snapshot=snapshots.append):
+        for n in range(250):
+            train(model, 1, scaler=scaler, factor=INF if n in (3, 9, 200, 240) else 1.0)
+    # After 9 it searches again, until it has recorded about 100 passes.
+    assert [snapshot.index for snapshot in snapshots] == [0, 4, 9, 10, 201, 241]
+    assert [snapshot.index for snapshot in snapshots if snapshot.first_overflow] == [9]
+
+
 def test_skips_that_only_a_device_knows_of_are_not_asked_for() -> None:
     model, snapshots = mlp(), []
     scaler = GradScaler("cpu", capturable=True)

@@ -27,6 +27,9 @@ from preamp.record.snapshots import Snapshot
 from preamp.torch.lens.recorder import PassRecorder, dtype_name, inner_of, tensors_in
 from preamp.torch.scaling.grad_scaler import GradScaler
 
+SEARCH, SEARCH_SHARE = 100, 50
+"""How many passes are recorded in search of one that is not finite: so many, and one of so many more."""
+
 
 class Lens:
     """Records how large values are, module by module, in one of `every` forward and backward passes.
@@ -43,7 +46,9 @@ class Lens:
     A pass is one call of the model with gradients enabled; with gradient accumulation, a micro-batch.
     Evaluation under `torch.no_grad()` does not count. The counts of a pass are read when the next one begins,
     or earlier by `last` or `close()`. After a skipped step, if that is known without reading the device, the
-    next pass is sampled too, once for several skips in a row.
+    next pass is sampled too, once for several skips in a row. If that pass is finite, the passes after it are
+    recorded as well until one is not, and only that one gives a snapshot. This ends after 100 passes, and 2 %
+    of all passes.
 
     Gradients are those of this rank, before they are averaged or accumulated.
 
@@ -103,8 +108,11 @@ class Lens:
         self._scaler, self._low_dtype = scaler, _low_dtype(low_dtype)
         self._passes = 0
         self._streak = False  # whether the present row of skipped steps has been sampled
+        self._searches = False  # for a pass that is not finite
+        self._searched = 0  # passes while it did
         self._last: Snapshot | None = None
         self._recorder: PassRecorder | None = None
+        self._only_lost = False  # whether what it records is dropped if it is finite
         self._forward = ExitStack()
         self._counter = model.register_forward_pre_hook(_Hook(self._count), with_kwargs=True)
         self._bypass: _Bypass | None = _Bypass(model)
@@ -146,15 +154,20 @@ class Lens:
         self._settle()
         is_due = self._passes % self.every == 0
         self._passes += 1
-        if self._after_skip() or is_due:
-            self._begin(args, kwargs)
+        after_skip = self._after_skip()
+        may_search = self._searched < SEARCH + self._passes // SEARCH_SHARE
+        self._searches = (self._searches or after_skip) and may_search
+        self._searched += self._searches
+        if is_due or after_skip or self._searches:
+            self._begin(args, kwargs, only_lost=not (is_due or after_skip))
 
     def _after_skip(self) -> bool:
         """Return whether the latest step was the first of a row of skipped steps."""
         before, self._streak = self._streak, _has_skipped(self._scaler)
         return self._streak and not before
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, only_lost: bool = False) -> None:
+        self._only_lost = only_lost
         self._end_forward()
         self._forget()
         inner = inner_of(self._model)
@@ -193,9 +206,13 @@ class Lens:
             return
         self._recorder = None
         recorder.close()
-        self._last = recorder.snapshot(self._low_dtype)
-        if self.on_snapshot is not None:
-            self.on_snapshot(self._last)
+        snapshot = recorder.snapshot(self._low_dtype)
+        is_lost = snapshot.first_overflow is not None
+        self._searches = self._searches and not is_lost
+        if is_lost or not self._only_lost:
+            self._last = snapshot
+            if self.on_snapshot is not None:
+                self.on_snapshot(snapshot)
 
 
 class _Hook:
