@@ -8,7 +8,7 @@ from preamp.doctor.advice import as_code, as_flags, recorded_policy
 from preamp.doctor.causes import Cause, rates
 from preamp.doctor.diagnosis import _consistent as consistent
 from preamp.doctor.frameworks import CODE, Code, framework_of
-from preamp.doctor.signs import Signs
+from preamp.doctor.signs import Sign
 from preamp.doctor.snapshots import lost as lost_at
 from preamp.doctor.verdict import weigh
 from preamp.record.formatting import power
@@ -20,12 +20,12 @@ of_trouble = (
 )
 
 
-def signs(**found: bool | None) -> Signs:
+def signs(**found: bool | None) -> dict[str, Sign]:
     """Return signs that are present, absent or unknown."""
-    made = Signs()
-    for name, present in found.items():
-        made.add(name, f"there is {name}", f"there is no {name}", "lens")(lambda _, present=present: present)
-    return made
+    return {
+        name: Sign(lambda _, present=present: present, f"there is {name}", f"there is no {name}", "lens")
+        for name, present in found.items()
+    }
 
 
 __all__ = [

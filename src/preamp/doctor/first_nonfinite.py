@@ -19,8 +19,6 @@ from preamp.record.snapshots import Snapshot, SnapshotRow
 
 NEAR: Final = 3
 """Values within this many powers of two of a format's largest number are about to overflow."""
-WIDE_NEAR: Final = 8
-"""The same where some values are inf and none NaN: an exponential spreads its results out."""
 ENOUGH: Final = 8
 """This many finite values are enough to tell how large the others were."""
 FAR_LARGER: Final = 7
@@ -111,15 +109,7 @@ def _in_forward(
     own = next((row for row in snapshot.inputs if row.name == first.name), None)
     stage: Stage = "between" if own is not None and own in bad else "module"
     what = _what(snapshot, first, known)
-    if what == "NaN" and stage == "module" and own is not None and _may_overflow(snapshot, own):
-        what = "overflow"
     return Origin(stage, snapshot, first, what, is_first=outputs[0] is first)
-
-
-def _may_overflow(snapshot: Snapshot, given: SnapshotRow) -> bool:
-    """Return whether a product of two input values of a module overflows the format."""
-    amax = given.histogram.amax_exponent
-    return amax is not None and 2 * amax > exponent_of(snapshot.band.largest)
 
 
 def most_common_origin(origins: Iterable[Origin]) -> Origin | None:
@@ -188,8 +178,7 @@ def _what(snapshot: Snapshot, row: SnapshotRow, known: Snapshot | None) -> What:
     top = exponent_of(snapshot.band.largest)
     amax, nonfinite = row.histogram.amax_exponent, row.histogram.nonfinite
     if amax is not None:
-        near = WIDE_NEAR if row.nans == 0 and row.direction == "forward" else NEAR
-        if amax >= top - near:
+        if amax >= top - NEAR:
             return "overflow"
         if row.histogram.nonzero >= ENOUGH or (row.nans is not None and row.nans == nonfinite):
             return "NaN"

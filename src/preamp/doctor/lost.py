@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from statistics import median, quantiles
@@ -13,7 +12,6 @@ from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST
 from preamp.doctor.first_nonfinite import (
     Origin,
-    What,
     given_far_larger,
     grown,
     lost_snapshots,
@@ -31,20 +29,17 @@ from preamp.doctor.history import (
     period_of,
     rise,
 )
-from preamp.doctor.signs import Signs
+from preamp.doctor.signs import Sign
 from preamp.doctor.snapshots import is_in_order, needs_no_scale
 from preamp.policy import Static
-from preamp.record.exponents import exponent_of
 
 FEW_UPDATES: Final = 4
 EXTREME: Final = 1000.0
 """A loss this many times the usual one comes from unusual data, since a skipped step keeps the weights."""
 FAR_ABOVE: Final = 16.0  # of gradients, compared with the largest norm of all other steps
 LARGEST: Final = 2.0**24  # no gradient is larger, where no norm is known
-SPAN: Final = 2.0**8  # from the lowest to the highest scale of steps whose overflow no scale explains
 MOSTLY: Final = 0.9
 AROUND: Final = 20
-SUDDEN: Final = 5.0  # times the usual loss
 RARELY: Final = 50
 SATURATED: Final = 3
 """The exponent of a logit from which on its sigmoid is 1 in float16."""
@@ -56,6 +51,8 @@ class Lost:
     Attributes:
         places: of the steps, in order; empty if there are none.
         end: the last part of the run, if no step worked from there on.
+        updates: how many steps were taken before; None if a step has several optimizers, of which some may
+            step where others skip.
         record: the run.
     """
 
@@ -63,32 +60,38 @@ class Lost:
         self.record = record
         self.end: Failure | None = failure(record)
         self.places: Sequence[int] = self._places()
+        is_merged = any(name.startswith("optimizers[") for name in record.culprits)
+        before = record.skipped[: self.places[0]] if self.places else b""
+        self.updates: int | None = None if is_merged else before.count(0)
 
     def _places(self) -> Sequence[int]:
         record, end = self.record, self.end
-        if end is not None and not end.is_forward and _waits(record):
-            self.end = end = None
+        waits = int(getattr(record.policy, "hysteresis", 1))
+        if end is not None and not end.is_forward and record.summary.longest_streak < waits:
+            self.end = end = None  # the scale had no reason to fall
         if end is not None:
             return range(end.start, len(record))
         if lost := sorted({*lost_places(record), *record.lost_spikes}):
             return lost
         if len(alone := _alone(record)) >= FEWEST:
             return alone
-        sudden = array("q", (skip.place for skip in record.skips.of("sudden")))
-        if period_of(sudden) >= 2 * FEWEST and not record.loss.count():
-            return sudden
         if max(record.loss.count(), record.grad_norm.count()) < SHORT:
             return ()
         return _not_by_scale(record)
+
+    def losses(self, start: int = 0) -> Sequence[float]:
+        """Return the losses of these steps that are known."""
+        record = self.record
+        known = (record.lost_spikes.get(n, record.loss[n]) for n in self.places[start:])
+        return [loss for loss in known if loss is not None]
 
     @cached_property
     def loss_lost(self) -> bool | None:
         """Whether the loss of most of these steps is inf or NaN."""
         if self.end is not None:
             return self.end.is_forward or (False if self.end.is_backward else None)
-        known = [self.record.lost_spikes.get(n, self.record.loss[n]) for n in self.places]
-        losses = [loss for loss in known if loss is not None]
-        if 2 * len(losses) < len(known):  # Keras on JAX does not know those after one that was lost
+        losses = self.losses()
+        if 2 * len(losses) < len(self.places):  # Keras on JAX does not know those after one that was lost
             return None
         return 2 * sum(not math.isfinite(loss) for loss in losses) > len(losses)
 
@@ -99,22 +102,67 @@ class Lost:
         if not self.places:
             return None
         if end is not None and self.loss_lost:  # only the first that shows it: later more may be lost
-            source = None
-            for snapshot in lost_snapshots(record, end.start):
-                source = origin_of(record, snapshot)
-                if source.stage != "other pass":
-                    break
-            return source
+            found = [origin_of(record, one) for one in lost_snapshots(record, end.start)]
+            return next((one for one in found if one.stage != "other pass"), found[-1] if found else None)
         if self.loss_lost:
             return most_common_origin(origin_of(record, one) for one in lost_snapshots(record))
         mine = {record.index[place] for place in self.places}
-        found = [one for one in record.snapshots if one.index in mine and not record.is_lost(one)]
-        return most_common_origin(origin_of(record, one) for one in found)
+        seen = [one for one in record.snapshots if one.index in mine and not record.is_lost(one)]
+        return most_common_origin(origin_of(record, one) for one in seen)
 
+    @cached_property
+    def parts(self) -> frozenset[str]:
+        """In which parts of a step the first inf or NaN may be: one, if snapshots show it, or several."""
+        source = self.origin
+        if source is None:
+            return ALL_PARTS
+        if source.stage in ("data", "weights"):
+            return frozenset({INPUTS if source.stage == "data" else WEIGHTS})
+        snapshot, directions = source.snapshot, {row.direction for row in source.snapshot.rows}
+        hidden = set() if snapshot.inputs or (source.in_forward and not source.is_first) else {INPUTS}
+        if not snapshot.weights:
+            hidden.add(WEIGHTS)
+        if source.in_forward:
+            found = self._in_module(source)
+            found |= hidden if NAN in found else set()
+        elif source.stage == "backward":
+            what = {"overflow": {GRADIENT_OVERFLOW}, "NaN": {GRADIENT_NAN}}
+            found = what.get(source.what, {GRADIENT_OVERFLOW, GRADIENT_NAN})
+            if self.loss_lost is None:  # nobody recorded it, and it may be why
+                found = {LOSS, ELSEWHERE, GRADIENT_OVERFLOW, GRADIENT_NAN}
+        else:
+            found = {LOSS if source.stage == "loss" else ELSEWHERE}
+        if "forward" not in directions:
+            found = found | hidden | {OVERFLOW, NAN, LOSS}
+        if "backward" not in directions and not self.loss_lost:
+            found = found | {GRADIENT_OVERFLOW, GRADIENT_NAN, ELSEWHERE}
+        if self._inputs_large:  # what is computed from such inputs overflows
+            found = found | {OVERFLOW, NAN, GRADIENT_OVERFLOW, GRADIENT_NAN}
+        return frozenset(found)
 
-def _waits(record: Record) -> bool:
-    """Return whether there were never as many overflows in a row as the policy waits for."""
-    return record.summary.longest_streak < int(getattr(record.policy, "hysteresis", 1))
+    @cached_property
+    def _inputs_large(self) -> bool | None:
+        source = self.origin
+        if source is None or not source.snapshot.inputs:
+            return None
+        return given_far_larger(self.record, source.snapshot) is not None
+
+    def _in_module(self, source: Origin) -> set[str]:
+        """Return what a module may have done whose output is the first that is not finite."""
+        row = source.row
+        assert row is not None
+        has_inf = row.nans is not None and row.nans < row.histogram.nonfinite
+        if source.what == "overflow" or (source.what == "unknown" and (has_inf or self.has_inf)):
+            return {OVERFLOW}
+        # Whether NaN arose there, and not in what the snapshot does not show.
+        hides = source.is_first and not source.snapshot.inputs
+        is_made_there = is_in_order(row) and bool(source.snapshot.weights) and not hides
+        return {NAN} if source.what == "NaN" and is_made_there else {OVERFLOW, NAN}
+
+    @property
+    def has_inf(self) -> bool | None:
+        """Whether the loss was inf in any of these steps."""
+        return any(map(math.isinf, self.losses())) if self.loss_lost else None
 
 
 def _alone(record: Record) -> Sequence[int]:
@@ -135,8 +183,6 @@ def _not_by_scale(record: Record) -> Sequence[int]:
     """Return the skipped steps at whose scale only gradients far larger than all recorded ones overflow."""
     if needs_no_scale(record.band):
         return [skip.place for skip in record.skips]
-    if _is_close(record):
-        return ()
     norms, largest = record.grad_norm.finite(), record.band.largest
     needed = FAR_ABOVE * max(norms) if norms else LARGEST
     certain = [
@@ -146,14 +192,7 @@ def _not_by_scale(record: Record) -> Sequence[int]:
         and largest / skip.scale >= needed
         and abs(record.loss[skip.place] or 0.0) * skip.scale <= largest
     ]
-    if _stand_out(record, certain):
-        return ()
-    others = [skip for skip in record.skips if skip.cause != "growth"]
-    if certain and len(others) > FEWEST:  # lower scales did not help
-        scales = [skip.scale for skip in others]
-        if max(scales) >= SPAN * min(scales):
-            return [skip.place for skip in others]
-    return certain if len(certain) >= FEWEST else ()
+    return certain if len(certain) >= FEWEST and not _stand_out(record, certain) else ()
 
 
 def _stand_out(record: Record, places: Sequence[int]) -> bool:
@@ -170,91 +209,21 @@ def _stand_out(record: Record, places: Sequence[int]) -> bool:
     return known > 0 and high >= MOSTLY * known
 
 
-def _is_close(record: Record) -> bool:
-    """Return whether gradients between modules came close to overflow in most steps that were taken."""
-    best = [(one.best_scale(margin=0), one.scale) for one in record.sound]
-    headrooms = [exponent_of(highest) - exponent_of(scale) for highest, scale in best if highest]
-    return bool(headrooms) and median(headrooms) < FEWEST
-
-
-SIGNS: Final = Signs()
-
-
-@SIGNS.add("to the end", "no step worked from there on", "steps in between worked")
-def _to_the_end(lost: Lost) -> bool:
-    return lost.end is not None
-
-
-@SIGNS.add("no update before", "no step had been taken before", "steps had been taken before", usual=0.3)
-def _from_the_start(lost: Lost) -> bool | None:
-    return None if _is_merged(lost.record) else not _updates(lost)
-
-
-@SIGNS.add("few updates", "it began within three updates", "many updates had worked before", usual=0.08)
-def _few_updates(lost: Lost) -> bool | None:
-    if _is_merged(lost.record):
-        return None
-    return lost.end is not None and 0 < _updates(lost) < FEW_UPDATES
-
-
-def _is_merged(record: Record) -> bool:
-    """Return whether a step has several optimizers, of which some may step where others skip."""
-    return any(name.startswith("optimizers[") for name in record.culprits)
-
-
-def _updates(lost: Lost) -> int:
-    return lost.record.skipped.count(0, 0, lost.places[0])
-
-
-@SIGNS.add("all at once", "it began for all batches at once", "single steps had failed before")
 def _all_at_once(lost: Lost) -> bool | None:
     record, end = lost.record, lost.end
-    if end is None or _updates(lost) < FEW_UPDATES:
+    if end is None or (lost.updates or 0) < FEW_UPDATES:
         return None
     if lost.loss_lost:
         return not any(place < end.start for place in lost_places(record)) and end.not_finite == end.losses
     return all(record.skipped[end.start :])
 
 
-@SIGNS.add("rare", "it happened to hardly any step", usual=0.1)
-def _rare(lost: Lost) -> bool | None:
-    return (lost.end is None and len(lost.places) <= len(lost.record) / RARELY) or None
-
-
-@SIGNS.add("in rhythm", "it happens every so many steps, as once in each epoch", usual=0.1)
-def _in_rhythm(lost: Lost) -> bool | None:
-    return (lost.end is None and period_of(lost.places) > 0) or None
-
-
-@SIGNS.add("skipped", "these steps were skipped", "no step was skipped")
-def _skipped(lost: Lost) -> bool:
-    return any(lost.record.skipped[n] for n in lost.places)
-
-
-# The loss and the gradient norm
-
-
-@SIGNS.add("loss lost", "the loss itself is inf or NaN", "the loss is finite")
-def _loss_lost(lost: Lost) -> bool | None:
-    return lost.loss_lost
-
-
-@SIGNS.add("inf", "the loss was inf", "the loss was NaN and never inf")
-def _is_inf(lost: Lost) -> bool | None:
-    if not lost.loss_lost:
-        return None
-    record = lost.record
-    values = [record.lost_spikes.get(n, record.loss[n]) for n in lost.places]
-    return any(value is not None and math.isinf(value) for value in values)
-
-
-@SIGNS.add(
-    "rose", "loss or gradient norm had risen tenfold before", "nothing had risen before", "norms", usual=0.2
-)
 def _rose(lost: Lost) -> bool | None:
-    if not _updates(lost):
+    """Whether the loss or the gradient norm had risen tenfold before."""
+    if not lost.updates:
         return None
-    losses, norms = _before(lost, "loss"), _before(lost, "grad_norm")
+    stop = None if lost.end is not None else lost.places[0]
+    losses, norms = lost.record.loss.finite(0, stop), lost.record.grad_norm.finite(0, stop)
     loss, norm = rise(losses), rise(norms)
     grew = loss is not None and loss.ratio >= TENFOLD
     if grew or (norm is not None and norm.ratio >= TENFOLD and (loss is None or loss.ratio >= TWOFOLD)):
@@ -262,62 +231,24 @@ def _rose(lost: Lost) -> bool | None:
     return False if max(len(losses), len(norms)) > LATEST else None
 
 
-@SIGNS.add("fell", "the loss had fallen by half before", "the loss had not fallen before")
-def _fell(lost: Lost) -> bool | None:
-    losses = _before(lost, "loss")
-    return min(losses) < losses[0] / 2 if len(losses) > LATEST and _updates(lost) else None
-
-
-def _before(lost: Lost, column: str) -> Sequence[float]:
-    """Return the finite numbers of a column before the steps; all of a run that never recovered."""
-    stop = None if lost.end is not None else lost.places[0]
-    values: Sequence[float] = getattr(lost.record, column).finite(0, stop)
-    return values
-
-
-@SIGNS.add(
-    "began otherwise",
-    "the loss of the first of these steps was lost or far off, and no other",
-    "the first of these steps was like the others",
-    usual=0.05,
-)
 def _began_otherwise(lost: Lost) -> bool | None:
-    losses, places = lost.record.loss, lost.places
-    if lost.end is None or len(places) < LATEST or lost.loss_lost is not False or losses[places[0]] is None:
+    if lost.end is None or len(lost.places) < LATEST or lost.loss_lost is not False:
         return None
-    rest = [abs(loss) for n in places[1:] if (loss := losses[n]) is not None and math.isfinite(loss)]
-    first = abs(losses.values[places[0]])
-    return bool(rest) and not first <= SUDDEN * max(median(rest), 1e-30)
+    first = lost.record.loss[lost.places[0]]
+    return None if first is None else not math.isfinite(first)
 
 
-@SIGNS.add(
-    "loss far off",
-    "their loss alone is far larger than usual",
-    "the loss of these steps is as usual",
-    usual=0.05,
-)
-def _far_off(lost: Lost) -> bool | None:
-    if lost.end is not None or not lost.record.loss.count():
-        return None
-    alone = _alone(lost.record)
-    return len(alone) >= FEWEST and 2 * len(alone) >= len(lost.places)
-
-
-# The scale
-
-
-@SIGNS.add("any scale", "it happens at every scale", "it stops at a lower scale")
 def _any_scale(lost: Lost) -> bool | None:
     record = lost.record
     if lost.loss_lost:
         return None
     if needs_no_scale(record.band) or min(record.scales[n] for n in lost.places) <= record.band.normal:
         return True
-    return True if lost.end is None and len(_not_by_scale(record)) >= FEWEST else None
+    return True if lost.end is None and _not_by_scale(record) else None
 
 
-@SIGNS.add("fixed", "the scale could not fall", "the scale could fall", usual=0.2)
 def _is_fixed(lost: Lost) -> bool | None:
+    """Whether the scale could not fall."""
     record = lost.record
     scales = [record.scales[n] for n in lost.places[-2 * LATEST :]]
     if not any(record.skipped) or min(scales) <= record.band.normal:
@@ -328,20 +259,14 @@ def _is_fixed(lost: Lost) -> bool | None:
     return len(scales) >= 2 * LATEST > waits and len(set(scales)) == 1
 
 
-@SIGNS.add("worked before", "steps had worked at such a scale", "no step had worked at such a scale")
 def _worked_before(lost: Lost) -> bool:
     record = lost.record
     taken = [record.scales[n] for n in range(lost.places[0]) if not record.skipped[n]]
     return bool(taken) and max(taken) >= min(record.scales[n] for n in lost.places)
 
 
-@SIGNS.add(
-    "carried",
-    "the gradients still contain an earlier, higher scale",
-    "the gradients have the current scale",
-    usual=0.02,
-)
 def _carried(lost: Lost) -> bool | None:
+    """Whether steps were at a scale that had been lowered before."""
     record, end = lost.record, lost.end
     if end is None or end.start + 1 >= len(record):
         return None
@@ -351,10 +276,10 @@ def _carried(lost: Lost) -> bool | None:
     return len(lowered) >= FEWEST and len(lowered) >= MOSTLY * len(pairs)
 
 
-# Names
+def _skipped(lost: Lost) -> bool:
+    return any(lost.record.skipped[n] for n in lost.places)
 
 
-@SIGNS.add("named", "parameters of this rank are named", "no parameter of this rank is named", "names")
 def _named(lost: Lost) -> bool | None:
     record = lost.record
     if lost.loss_lost is not False or not _skipped(lost):
@@ -365,39 +290,6 @@ def _named(lost: Lost) -> bool | None:
     return False if known else None
 
 
-@SIGNS.add("buffers", "buffers hold inf or NaN after a skipped step", source="names", usual=0.2)
-def _buffers(lost: Lost) -> bool | None:
-    return bool(lost.record.buffers) or None
-
-
-# Snapshots
-
-
-@SIGNS.add("inputs bad", "the inputs hold inf or NaN", "the inputs are finite", "lens")
-def _inputs_bad(lost: Lost) -> bool | None:
-    source = lost.origin
-    if source is None or source.stage == "data":
-        return source and True
-    return False if source.snapshot.inputs or (source.in_forward and not source.is_first) else None
-
-
-@SIGNS.add("inputs large", "the inputs are far larger than usual", "the inputs are as large as usual", "lens")
-def _inputs_large(lost: Lost) -> bool | None:
-    source = lost.origin
-    if source is None or not source.snapshot.inputs:
-        return None
-    return given_far_larger(lost.record, source.snapshot) is not None
-
-
-@SIGNS.add("weights bad", "weights hold inf or NaN", "all weights are finite", "lens")
-def _weights_bad(lost: Lost) -> bool | None:
-    source = lost.origin
-    if source is None or source.stage == "weights":
-        return source and True
-    return False if source.snapshot.weights else None
-
-
-@SIGNS.add("weights grew", "the weights grew many times over", "no weight grew", "lens")
 def _weights_grew(lost: Lost) -> bool | None:
     source, record = lost.origin, lost.record
     if source is None or record.snapshots[0] is source.snapshot:
@@ -410,64 +302,8 @@ def _weights_grew(lost: Lost) -> bool | None:
     return True if median(weights) >= FEWEST or (most and max(weights) >= 2) else None
 
 
-@SIGNS.add("module overflow", "a module overflows in forward", "no module overflows in forward", "lens")
-def _module_overflow(lost: Lost) -> bool | None:
-    return _in_module(lost, "overflow")
-
-
-@SIGNS.add("module NaN", "a module makes NaN of small, finite values", "no module makes NaN of them", "lens")
-def _module_nan(lost: Lost) -> bool | None:
-    return _in_module(lost, "NaN")
-
-
-def _in_module(lost: Lost, what: What) -> bool | None:
-    source = lost.origin
-    if source is None or _inputs_large(lost):  # what is computed from such inputs overflows
-        return None
-    row = source.row
-    if not source.in_forward or row is None:
-        return False if _has(lost, "forward") else None
-    found = source.what
-    if found == "unknown" and (
-        _is_inf(lost) or (row.nans is not None and row.nans < row.histogram.nonfinite)
-    ):
-        found = "overflow"
-    if found == "unknown" or (found == "NaN" and not _is_made_there(source)):
-        return None
-    return found == what
-
-
-def _is_made_there(source: Origin) -> bool:
-    """Return whether NaN arose where it was found, and not in what the snapshot does not show."""
-    row, snapshot = source.row, source.snapshot
-    hides = source.is_first and not snapshot.inputs
-    return row is not None and is_in_order(row) and bool(snapshot.weights) and not hides
-
-
-def _has(lost: Lost, direction: str) -> bool:
-    """Return whether the snapshot shows values of a pass at all."""
-    source = lost.origin
-    return source is not None and any(row.direction == direction for row in source.snapshot.rows)
-
-
-@SIGNS.add(
-    "outputs finite",
-    "all outputs of modules are finite, and the loss is not",
-    "an output or a gradient is not finite",
-    "lens",
-)
-def _outputs_finite(lost: Lost) -> bool | None:
-    return _is_stage(lost, "loss")
-
-
-@SIGNS.add(
-    "outputs saturate",
-    "the outputs are so large that probabilities become 0 or 1",
-    "the outputs are no larger than before",
-    "lens",
-)
 def _saturated(lost: Lost) -> bool | None:
-    """Whether they may be probabilities of 0 or 1, whose logarithm is inf; other losses grow to overflow."""
+    """Whether outputs may be probabilities of 0 or 1, whose logarithm is inf; other losses overflow."""
     source = lost.origin
     outputs = [] if source is None else [row for row in source.snapshot.rows if row.what == "activation"]
     if source is None or not outputs or source.stage != "loss":
@@ -476,49 +312,103 @@ def _saturated(lost: Lost) -> bool | None:
     return amax is not None and amax >= SATURATED
 
 
-@SIGNS.add(
-    "gradient overflow", "a gradient overflows in backward", "no gradient overflows in backward", "lens"
-)
-def _gradient_overflow(lost: Lost) -> bool | None:
-    return _in_gradient(lost, "overflow")
+INPUTS, WEIGHTS, OVERFLOW, NAN = "inputs bad", "weights bad", "module overflow", "module NaN"
+LOSS, GRADIENT_OVERFLOW, GRADIENT_NAN = "outputs finite", "gradient overflow", "gradient NaN"
+ELSEWHERE: Final = "pass sound"
+PARTS: Final = {
+    INPUTS: ("the inputs hold inf or NaN", "the inputs are finite"),
+    WEIGHTS: ("weights hold inf or NaN", "all weights are finite"),
+    OVERFLOW: ("a module overflows in forward", "no module overflows in forward"),
+    NAN: ("a module makes NaN of small, finite values", "no module makes NaN of them"),
+    LOSS: (
+        "all outputs of modules are finite, and the loss is not",
+        "an output or a gradient is not finite",
+    ),
+    GRADIENT_OVERFLOW: ("a gradient overflows in backward", "no gradient overflows in backward"),
+    GRADIENT_NAN: ("a gradient is NaN or inf among small ones", "no gradient is NaN among them"),
+    ELSEWHERE: ("all of the pass that was recorded is finite", "the recorded pass is not finite itself"),
+}
+"""The signs of which snapshots show one at most: where the first inf or NaN is."""
+ALL_PARTS: Final = frozenset(PARTS)
 
 
-@SIGNS.add(
-    "gradient NaN", "a gradient is NaN or inf among small ones", "no gradient is NaN among them", "lens"
-)
-def _gradient_nan(lost: Lost) -> bool | None:
-    return _in_gradient(lost, "NaN")
+def _of_part(name: str) -> Sign:
+    def test(lost: Lost) -> bool | None:
+        if name not in lost.parts:
+            return False
+        return True if len(lost.parts) == 1 else None
+
+    return Sign(test, *PARTS[name], "lens")
 
 
-def _in_gradient(lost: Lost, what: What) -> bool | None:
-    source = lost.origin
-    if source is None or _inputs_large(lost) or _may_be_of_loss(lost):
-        return None
-    if source.stage != "backward":
-        return False if source.in_forward or _has(lost, "backward") else None
-    return None if source.what == "unknown" else source.what == what
-
-
-@SIGNS.add(
-    "pass sound",
-    "all of the pass that was recorded is finite",
-    "the recorded pass is not finite itself",
-    "lens",
-)
-def _pass_sound(lost: Lost) -> bool | None:
-    return _is_stage(lost, "elsewhere", "other pass")
-
-
-def _may_be_of_loss(lost: Lost) -> bool:
-    """Return whether gradients are not finite, and a loss that nobody recorded may be the reason."""
-    return lost.loss_lost is None and lost.origin is not None and lost.origin.stage == "backward"
-
-
-def _is_stage(lost: Lost, *stages: str) -> bool | None:
-    if (
-        lost.origin is None
-        or _may_be_of_loss(lost)
-        or not _has(lost, "forward" if lost.loss_lost else "backward")
-    ):
-        return None
-    return lost.origin.stage in stages
+SIGNS: Final = {
+    "to the end": Sign(
+        lambda lost: lost.end is not None, "no step worked from there on", "steps in between worked"
+    ),
+    "no update before": Sign(
+        lambda lost: None if lost.updates is None else not lost.updates,
+        "no step had been taken before",
+        "steps had been taken before",
+        usual=0.3,
+    ),
+    "few updates": Sign(
+        lambda lost: None if lost.updates is None else bool(lost.end) and 0 < lost.updates < FEW_UPDATES,
+        "it began within three updates",
+        "many updates had worked before",
+        usual=0.08,
+    ),
+    "all at once": Sign(_all_at_once, "it began for all batches at once", "single steps had failed before"),
+    "rare": Sign(
+        lambda lost: (lost.end is None and len(lost.places) <= len(lost.record) / RARELY) or None,
+        "it happened to hardly any step",
+        usual=0.1,
+    ),
+    "in rhythm": Sign(
+        lambda lost: (lost.end is None and period_of(lost.places) > 0) or None,
+        "it happens every so many steps, as once in each epoch",
+        usual=0.1,
+    ),
+    "skipped": Sign(_skipped, "these steps were skipped", "no step was skipped"),
+    "loss lost": Sign(lambda lost: lost.loss_lost, "the loss itself is inf or NaN", "the loss is finite"),
+    "inf": Sign(lambda lost: lost.has_inf, "the loss was inf", "the loss was NaN and never inf"),
+    "rose": Sign(
+        _rose, "loss or gradient norm had risen tenfold before", "nothing had risen before", "norms", 0.2
+    ),
+    "began otherwise": Sign(
+        _began_otherwise,
+        "the loss of the first of these steps was lost, and no other",
+        "the first of these steps was like the others",
+        usual=0.05,
+    ),
+    "any scale": Sign(_any_scale, "it happens at every scale", "it stops at a lower scale"),
+    "fixed": Sign(_is_fixed, "the scale could not fall", "the scale could fall", usual=0.2),
+    "worked before": Sign(
+        _worked_before, "steps had worked at such a scale", "no step had worked at such a scale"
+    ),
+    "carried": Sign(
+        _carried,
+        "the gradients still contain an earlier, higher scale",
+        "the gradients have the current scale",
+        usual=0.02,
+    ),
+    "named": Sign(_named, "parameters of this rank are named", "no parameter of this rank is named", "names"),
+    "buffers": Sign(
+        lambda lost: bool(lost.record.buffers) or None,
+        "buffers hold inf or NaN after a skipped step",
+        source="names",
+        usual=0.2,
+    ),
+    "inputs large": Sign(
+        lambda lost: lost._inputs_large,
+        "the inputs are far larger than usual",
+        "the inputs are as large as usual",
+        "lens",
+    ),
+    "weights grew": Sign(_weights_grew, "the weights grew many times over", "no weight grew", "lens"),
+    "outputs saturate": Sign(
+        _saturated,
+        "the outputs are so large that probabilities become 0 or 1",
+        "the outputs are no larger than before",
+        "lens",
+    ),
+} | {name: _of_part(name) for name in PARTS}

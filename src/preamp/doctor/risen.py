@@ -8,10 +8,9 @@ from statistics import median
 from typing import Final
 
 from preamp.doctor.evidence import Record
-from preamp.doctor.finding import FEWEST
 from preamp.doctor.first_nonfinite import updates_grew
 from preamp.doctor.history import LATEST, SHORT, TENFOLD, TWOFOLD, Rise
-from preamp.doctor.signs import Signs
+from preamp.doctor.signs import Sign
 from preamp.doctor.snapshots import norm_of
 
 SUDDEN: Final = 5.0  # times the highest loss of the steps before
@@ -93,26 +92,6 @@ def _spike(losses: Sequence[float]) -> Rise | None:
     return Rise(base, losses[place]) if lasts and after and median(after) <= bound else None
 
 
-SIGNS: Final = Signs()
-
-
-@SIGNS.add("recovers", "it recovered", "it did not recover", usual=0.3)
-def _recovers(risen: Risen) -> bool:
-    return risen.recovers
-
-
-@SIGNS.add("weights grew", "updates made weights or outputs far larger", "no weight grew", "lens")
-def _weights_grew(risen: Risen) -> bool | None:
-    return updates_grew(risen.record)
-
-
-@SIGNS.add(
-    "sums",
-    "gradients are far larger than one pass makes them",
-    "they are those of one pass",
-    "lens",
-    usual=0.1,
-)
 def _sums(risen: Risen) -> bool | None:
     """Whether the gradient norm of late steps is several times what snapshots show of their passes."""
     record, ratios = risen.record, []
@@ -125,25 +104,15 @@ def _sums(risen: Risen) -> bool | None:
     return median(ratios[-LATEST:]) > SUMMED if ratios else None
 
 
-@SIGNS.add("sudden", "it rose from one step to the next", "it rose gradually", "loss")
-def _sudden(risen: Risen) -> bool:
+def _is_sudden(risen: Risen) -> bool:
     """Whether the loss was calm, and then several times as high from one step to the next."""
     losses = risen.losses
-    jumps = [
-        n
+    return any(
+        median(losses[n : n + LATEST]) > SUDDEN * max(losses[n - WINDOW : n]) > 0.0
         for n in range(WINDOW, len(losses) - LATEST)
-        if median(losses[n : n + LATEST]) > SUDDEN * max(losses[n - WINDOW : n]) > 0.0
-    ]
-    return bool(jumps)
+    )
 
 
-@SIGNS.add(
-    "norm ahead",
-    "the gradient norm grew before the loss rose",
-    "the gradient norm did not grow before the loss rose",
-    "norms",
-    usual=0.3,
-)
 def _norm_ahead(risen: Risen) -> bool | None:
     """Whether the gradient norm grew while the loss did not, as sums of gradients do."""
     losses, norms = risen.losses, risen.record.grad_norm.finite()
@@ -154,8 +123,23 @@ def _norm_ahead(risen: Risen) -> bool | None:
     return median(norms[lowest - 1 : lowest + 2]) > AHEAD * norms[0]
 
 
-@SIGNS.add("inputs grew", "the inputs became larger", "the inputs are as large as before", "lens", usual=0.1)
-def _inputs_grew(risen: Risen) -> bool | None:
-    seen = [one.inputs[0].histogram.amax_exponent for one in risen.record.snapshots if one.inputs]
-    known = [one for one in seen if one is not None]
-    return max(known) - known[0] >= FEWEST - 1 if len(known) > 1 else None
+SIGNS: Final = {
+    "recovers": Sign(lambda risen: risen.recovers, "it recovered", "it did not recover", usual=0.3),
+    "weights grew": Sign(
+        lambda risen: updates_grew(risen.record),
+        "updates made weights or outputs far larger",
+        "no weight grew",
+        "lens",
+    ),
+    "sums": Sign(
+        _sums, "gradients are far larger than one pass makes them", "they are those of one pass", "lens", 0.1
+    ),
+    "sudden": Sign(_is_sudden, "it rose from one step to the next", "it rose gradually"),
+    "norm ahead": Sign(
+        _norm_ahead,
+        "the gradient norm grew before the loss rose",
+        "the gradient norm did not grow before the loss rose",
+        "norms",
+        0.3,
+    ),
+}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from array import array
-from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 from typing import Final, NamedTuple
@@ -12,22 +9,19 @@ from typing import Final, NamedTuple
 from preamp.doctor.evidence import Column, Record
 from preamp.doctor.finding import FEWEST
 from preamp.doctor.history import SHORT
-from preamp.doctor.signs import Signs
+from preamp.doctor.signs import Sign
 from preamp.doctor.snapshots import module_name, needs_no_scale, saves_something
 from preamp.record.exponents import exponent_of
-from preamp.record.formatting import percent
 from preamp.record.snapshots import Snapshot, SnapshotRow, module_of
 
 MOSTLY: Final = 0.9
 LEAST_CLIPPED: Final = 2.0**10  # at such a scale, nobody would choose a bound this small on purpose
-SMALLEST_BOUND: Final = 0.01  # that people clip at
-MOST_CLIPPED: Final = 100.0
-ALIKE: Final = 1.01
-ROUNDED: Final = 1.002
+SMALLEST_BOUND, LARGEST_BOUND = 0.01, 100.0  # that people clip at
+ALIKE: Final = 1.002
 """Norms that were clipped differ by less than this factor: by the rounding of float16 entries."""
+VARIES: Final = 0.01
 LEAST_STEPS: Final = 10  # between snapshots whose weights are compared
 LEAST_WEIGHTS: Final = 16  # of which one shows an update
-NEARLY, ALIVE = 0.97, 0.9  # shares of zeros: of units that died, and at most of those that live
 MOST_VALUES: Final = 10_000  # of batches in an epoch
 
 
@@ -82,143 +76,21 @@ def _zeros(record: Record, column: Column) -> tuple[int, int]:
     return values.count(0.0), sum(value is not None for value in values)
 
 
-SIGNS: Final = Signs()
-
-
-@SIGNS.add("gradients zero", "nearly all gradients are exactly zero", "gradients are not zero", "norms")
-def _zero(stuck: Stuck) -> bool | None:
-    return stuck.gradients_zero
-
-
-@SIGNS.add("repeats", "losses repeat from the beginning", "losses do not repeat from the beginning")
-def _repeats(stuck: Stuck) -> bool:
-    return stuck.moved == 0
-
-
-@SIGNS.add("stopped", "losses repeat from some step on", "losses do not begin to repeat", usual=0.2)
-def _stopped(stuck: Stuck) -> bool:
-    return bool(stuck.moved)
-
-
-@SIGNS.add(
-    "bound",
-    "gradient norm times scale is constant",
-    "the norm does not follow the scale",
-    "norms",
-    usual=0.05,
-)
-def _bound(stuck: Stuck) -> bool | None:
-    return bool(stuck.bound) if stuck.record.grad_norm.count() else None
-
-
-@SIGNS.add(
-    "some still", "some weights with gradients never changed", "all weights changed", "lens", usual=0.05
-)
-def _some_still(stuck: Stuck) -> bool | None:
-    return stuck.still and bool(stuck.still.always and stuck.still.some)
-
-
-@SIGNS.add("all still", "no weight ever changed", "weights changed", "lens", usual=0.05)
-def _all_still(stuck: Stuck) -> bool | None:
-    return stuck.still and bool(stuck.still.always and not stuck.still.some)
-
-
-@SIGNS.add(
-    "still at last", "weights changed, and later no more", "weights changed to the end", "lens", usual=0.05
-)
-def _still_at_last(stuck: Stuck) -> bool | None:
-    return stuck.still and (stuck.still.late and not stuck.still.always)
-
-
-@SIGNS.add(
-    "scale to gain", "a higher scale would save gradients", "a higher scale would save nothing", "lens"
-)
-def _to_gain(stuck: Stuck) -> bool | None:
-    """Whether the scale is far below what the gradients allow, and some are lost because of it."""
-    record = stuck.record
-    if stuck.gradients_zero and _large_loss(stuck):
-        return None
-    saves = False if needs_no_scale(record.band) else saves_something(record.snapshot)
-    return saves and (record.headroom is None or record.headroom >= FEWEST)
-
-
-@SIGNS.add(
-    "scaled loss large",
-    "the scaled loss is too large for gradients to round to zero",
-    "the scaled loss is small",
-    "loss",
-)
-def _large_loss(stuck: Stuck) -> bool | None:
-    """Whether the scaled loss is too large for gradients to round to zero.
-
-    Even the derivatives of a mean over 2**24 outputs are representable in float16 at a scaled loss of 1.
-    """
-    record = stuck.record
-    losses = [abs(loss) * record.scales[n] for n in record.settled if (loss := record.loss[n]) is not None]
-    return median(losses) >= 1.0 if losses else None
-
-
-@SIGNS.add(
-    "gradients elsewhere",
-    "the gradients of the model are not zero",
-    "the model has no other gradients",
-    "lens",
-    usual=0.1,
-)
-def _elsewhere(stuck: Stuck) -> bool | None:
-    """Whether the gradients of the model are not zero, though the optimizer's are."""
-    snapshot = stuck.record.snapshot
-    rows = [] if snapshot is None else [row for row in snapshot.rows if row.what == "gradient"]
-    if not rows or not stuck.gradients_zero:
-        return None
-    return any(row.histogram.nonzero for row in rows)
-
-
-@SIGNS.add(
-    "dead outputs", "outputs of a module are all zero", "no module gives only zeros", "lens", usual=0.05
-)
-def _dead(stuck: Stuck) -> bool | None:
-    if stuck.dead:
-        return True
-    late = stuck.record.sound[-1:]  # units that are dead pass no gradient, also where a lens sees no outputs
-    rows = [row for one in late for row in one.rows if row.what == "gradient"]
-    return False if rows and all(row.histogram.nonzero for row in rows) else None
-
-
 def clipping_bound(record: Record) -> float | None:
     """Return what norm times scale is in nearly all steps, as after clipping scaled gradients, or None.
 
-    At a constant scale that may be because nothing else changes either. See `_is_bound`.
+    While loss and scale are constant, nothing else changes either.
     """
-    norms = record.grad_norm
-    bounds, scales = array("d"), array("d")
-    for norm, known, scale in zip(norms.values, norms.known, record.scales, strict=False):
-        if known and scale >= LEAST_CLIPPED and math.isfinite(norm):
-            bounds.append(norm * scale)
-            scales.append(scale)
-    if len(bounds) < SHORT:
-        return None
-    low, bound, high = _tenths(bounds)
-    if not 0.0 < high <= MOST_CLIPPED or high > ALIKE * low:
-        return None
-    counts = Counter(scale for scale, one in zip(scales, bounds, strict=True) if low <= one <= high)
-    is_one_scale = max(counts.values()) > MOSTLY * counts.total()
-    return None if is_one_scale and not _is_bound(record, low, bound, high) else bound
-
-
-def _is_bound(record: Record, low: float, bound: float, high: float) -> bool:
-    """Return whether a norm that is constant at a constant scale is one that gradients were clipped to.
-
-    It is the same to rounding then, and either the loss differs from step to step or it is a round number.
-    """
-    if low < SMALLEST_BOUND or high > ROUNDED * low:
-        return False
+    steps = zip(record.grad_norm.values, record.grad_norm.known, record.scales, strict=False)
+    scaled = [norm * scale for norm, known, scale in steps if known and scale >= LEAST_CLIPPED]
     losses = record.loss.finite()
-    if len(losses) >= SHORT:
-        least, _, most = _tenths(losses)
-        if most - least > (ALIKE - 1.0) * max(abs(least), abs(most)):
-            return True
-    return math.isclose(bound, float(f"{bound:.0e}"), rel_tol=ROUNDED - 1.0)
+    if len(scaled) < SHORT:
+        return None
+    low, bound, high = _tenths(scaled)
+    least, _, most = _tenths(losses) if losses else (0.0, 0.0, 1.0)
+    first, _, last = _tenths(record.scales)
+    changes = first < last or most - least > VARIES * max(abs(least), abs(most))
+    return bound if changes and SMALLEST_BOUND <= low and high <= min(LARGEST_BOUND, ALIKE * low) else None
 
 
 def _tenths(values: Sequence[float]) -> tuple[float, float, float]:
@@ -290,7 +162,7 @@ def dead_outputs(record: Record) -> Dead | None:
     )
     names = [row.name for row in clean[-1].rows if row.name in dead[0] & dead[1]]
     if not names or not stuck[0] & stuck[1]:
-        return _nearly_dead(clean) or _fed_with_zeros(clean)
+        return _fed_with_zeros(clean)
     always = any(row.name == names[0] and row.what == "activation" and _is_zero(row) for row in clean[0].rows)
     words = f"all outputs of {module_name(names[0])} are exactly zero {_since(always)}"
     return Dead(words, names[0], always)
@@ -302,26 +174,6 @@ def _since(always: bool) -> str:
 
 def _is_zero(row: SnapshotRow) -> bool:
     return row.histogram.zeros > 0 and row.histogram.zeros == row.histogram.total
-
-
-def _nearly_dead(clean: Sequence[Snapshot]) -> Dead | None:
-    """Find a module with some zeros in its outputs at first, and almost only zeros at the end."""
-    first, late = clean[0], clean[-2:]
-    for row in first.rows:
-        if row.what != "activation" or _share(row) > ALIVE:
-            continue
-        rows = [next((r for r in snapshot.rows if _is_same(r, row)), None) for snapshot in late]
-        share = min((_share(r) if r is not None else 0.0) for r in rows)
-        unmoved = min(
-            max((_share(r) for r in snapshot.rows if r.what == "gradient"), default=0.0) for snapshot in late
-        )
-        if share >= NEARLY and unmoved >= ALIVE:
-            words = (
-                f"{percent(share)} of the outputs of {module_name(row.name)} are exactly zero in the last "
-                f"snapshots, and {percent(_share(row))} were in the first"
-            )
-            return Dead(words, row.name, always=False)
-    return None
 
 
 def _fed_with_zeros(clean: Sequence[Snapshot]) -> Dead | None:
@@ -369,9 +221,102 @@ def _is_bias_alone(rows: Sequence[SnapshotRow]) -> bool:
     return not _is_zero(bias) and all(map(_is_zero, others))
 
 
-def _share(row: SnapshotRow) -> float:
-    return row.histogram.zeros / row.histogram.total if row.histogram.total else 0.0
+def _to_gain(stuck: Stuck) -> bool | None:
+    """Whether the scale is far below what the gradients allow, and some are lost because of it."""
+    record = stuck.record
+    if stuck.gradients_zero and _large_loss(stuck):
+        return None
+    saves = False if needs_no_scale(record.band) else saves_something(record.snapshot)
+    return saves and (record.headroom is None or record.headroom >= FEWEST)
 
 
-def _is_same(one: SnapshotRow, other: SnapshotRow) -> bool:
-    return (one.name, one.what) == (other.name, other.what)
+def _large_loss(stuck: Stuck) -> bool | None:
+    """Whether the scaled loss is too large for gradients to round to zero.
+
+    Even the derivatives of a mean over 2**24 outputs are representable in float16 at a scaled loss of 1.
+    """
+    record = stuck.record
+    losses = [abs(loss) * record.scales[n] for n in record.settled if (loss := record.loss[n]) is not None]
+    return median(losses) >= 1.0 if losses else None
+
+
+def _elsewhere(stuck: Stuck) -> bool | None:
+    """Whether the gradients of the model are not zero, though the optimizer's are."""
+    snapshot = stuck.record.snapshot
+    rows = [] if snapshot is None else [row for row in snapshot.rows if row.what == "gradient"]
+    if not rows or not stuck.gradients_zero:
+        return None
+    return any(row.histogram.nonzero for row in rows)
+
+
+def _dead(stuck: Stuck) -> bool | None:
+    if stuck.dead:
+        return True
+    late = stuck.record.sound[-1:]  # units that are dead pass no gradient, also where a lens sees no outputs
+    rows = [row for one in late for row in one.rows if row.what == "gradient"]
+    return False if rows and all(row.histogram.nonzero for row in rows) else None
+
+
+SIGNS: Final = {
+    "gradients zero": Sign(
+        lambda stuck: stuck.gradients_zero,
+        "nearly all gradients are exactly zero",
+        "gradients are not zero",
+        "norms",
+    ),
+    "repeats": Sign(
+        lambda stuck: stuck.moved == 0,
+        "losses repeat from the beginning",
+        "losses do not repeat from the beginning",
+    ),
+    "stopped": Sign(
+        lambda stuck: bool(stuck.moved),
+        "losses repeat from some step on",
+        "losses do not begin to repeat",
+        usual=0.2,
+    ),
+    "bound": Sign(
+        lambda stuck: bool(stuck.bound) if stuck.record.grad_norm.count() else None,
+        "gradient norm times scale is constant",
+        "the norm does not follow the scale",
+        "norms",
+        0.05,
+    ),
+    "some still": Sign(
+        lambda stuck: stuck.still and bool(stuck.still.always and stuck.still.some),
+        "some weights with gradients never changed",
+        "all weights changed",
+        "lens",
+        0.05,
+    ),
+    "all still": Sign(
+        lambda stuck: stuck.still and bool(stuck.still.always and not stuck.still.some),
+        "no weight ever changed",
+        "weights changed",
+        "lens",
+        0.05,
+    ),
+    "still at last": Sign(
+        lambda stuck: stuck.still and (stuck.still.late and not stuck.still.always),
+        "weights changed, and later no more",
+        "weights changed to the end",
+        "lens",
+        0.05,
+    ),
+    "scale to gain": Sign(
+        _to_gain, "a higher scale would save gradients", "a higher scale would save nothing", "lens"
+    ),
+    "scaled loss large": Sign(
+        _large_loss, "the scaled loss is too large for gradients to round to zero", "the scaled loss is small"
+    ),
+    "gradients elsewhere": Sign(
+        _elsewhere,
+        "the gradients of the model are not zero",
+        "the model has no other gradients",
+        "lens",
+        0.1,
+    ),
+    "dead outputs": Sign(
+        _dead, "outputs of a module are all zero", "no module gives only zeros", "lens", 0.05
+    ),
+}
