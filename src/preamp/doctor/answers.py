@@ -288,42 +288,23 @@ def poisoned_buffers(record: Record) -> Finding | None:
     )
 
 
-def restored_buffers(record: Record) -> Finding | None:
-    """Find buffers that held inf or NaN after a skipped step and were restored."""
-    names = record.restored
-    if not names:
-        return None
-    return Finding(
-        kind="restored buffers",
-        severity="note",
-        sentence=f"After a skipped step, {listed(names)} held inf or NaN and were set back to their values "
-        "from before that step.",
-        numbers={"buffers": len(names)},
-    )
-
-
 def did_not_fall(record: Record) -> Finding | None:
     """Say that the loss did not fall, which may be as it should be."""
     levels = hardly_fell(record)
     if levels is None:
         return None
     first, late = levels
-    missing: list[str] = []
-    if not record.grad_norm.count():
-        missing.append(record.code.records["norms"])
-    if not record.snapshots and record.code.records["lens"]:
-        missing.append(record.code.records["lens"])
+    lines = [line for one in ("norms", "lens") if (line := _line_to_record(record, one, seen=True))]
+    to_record = (
+        f"To tell whether gradients reach the weights, record {'; and '.join(lines)}. " if lines else ""
+    )
     return Finding(
         kind="no progress",
         severity="note",
         sentence=f"The loss hardly fell: it began at {number(first)} and ended near {number(late)}. "
         "Whether it should have, and why it did not, the record cannot tell.",
-        advice=(
-            f"To tell whether gradients reach the weights, record {'; and '.join(missing)}. "
-            if missing
-            else ""
-        )
-        + "Check the learning rate, the parameters that the optimizer was given, and the labels.",
+        advice=f"{to_record}Check the learning rate, the parameters that the optimizer was given, and the "
+        "labels.",
         numbers={"first_loss": first, "last_loss": late},
         verdict="unknown",
     )

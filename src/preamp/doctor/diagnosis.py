@@ -13,7 +13,6 @@ from preamp.doctor.answers import (
     lost_steps,
     no_progress,
     poisoned_buffers,
-    restored_buffers,
     risen_for_good,
     risen_loss,
 )
@@ -191,7 +190,7 @@ def _findings(record: Record) -> list[Finding]:
     spiked = _all((spikes,), record)
     if not found and not any(finding.severity == "problem" for finding in spiked):
         found = [_healthy(record)]
-    return [*found, *spiked, *_all((did_not_fall, restored_buffers, *SNAPSHOTS), record)]
+    return [*found, *spiked, *_all((did_not_fall, *SNAPSHOTS), record)]
 
 
 def never_scaled(record: Record) -> Finding | None:

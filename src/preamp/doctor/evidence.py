@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice, pairwise
 from statistics import median
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple
 
 from preamp.doctor.advice import recorded_policy
 from preamp.doctor.finding import RARE
@@ -24,9 +24,7 @@ from preamp.record.snapshots import Snapshot, SnapshotRow, merge_snapshots
 from preamp.record.trace import Summary, Trace
 from preamp.scaling import Spike
 
-Cause: TypeAlias = Literal["growth", "streak", "sudden"]
-CAUSES: Final[tuple[Cause, ...]] = ("growth", "streak", "sudden")
-SOME = 100  # of this many steps one may be an outlier
+SOME: Final = 100  # of this many steps one may be an outlier
 
 
 class Skip(NamedTuple):
@@ -43,7 +41,7 @@ class Skip(NamedTuple):
     place: int
     scale: float
     after: float
-    cause: Cause
+    cause: Literal["growth", "streak", "sudden"]
 
 
 class Column:
@@ -73,35 +71,6 @@ class Column:
 
     def __getitem__(self, place: int) -> float | None:
         return self.values[place] if self.known[place] else None
-
-
-class Skips:
-    """The skipped steps of a record after the first step that was taken, in order."""
-
-    def __init__(self, scales: Sequence[float]) -> None:
-        self._scales: Sequence[float] = scales
-        self._places: array[int] = array("q")
-        self._causes: bytearray = bytearray()
-
-    def add(self, place: int, cause: Cause) -> None:
-        """Add a step."""
-        self._places.append(place)
-        self._causes.append(CAUSES.index(cause))
-
-    def of(self, cause: Cause) -> Skips:
-        """Return those of one cause."""
-        chosen, number = Skips(self._scales), CAUSES.index(cause)
-        for place, one in zip(self._places, self._causes, strict=True):
-            if one == number:
-                chosen.add(place, cause)
-        return chosen
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __iter__(self) -> Iterator[Skip]:
-        for place, cause in zip(self._places, self._causes, strict=True):
-            yield Skip(place, self._scales[place], self._scales[place + 1], CAUSES[cause])
 
 
 class Record:
@@ -212,12 +181,6 @@ class Record:
         pairs = zip(self._kept("buffers"), self._kept("restored"), strict=True)
         return tuple(dict.fromkeys(name for lost, back in pairs for name in lost if name not in back))
 
-    @cached_property
-    def restored(self) -> tuple[str, ...]:
-        """The names of all buffers that held inf or NaN after a skipped step and were always restored."""
-        names = dict.fromkeys(name for names in self._kept("restored") for name in names)
-        return tuple(name for name in names if name not in self.buffers)
-
     @property
     def resumed_at_start(self) -> bool:
         """Whether all steps that were recorded before the run was resumed have been replaced."""
@@ -253,18 +216,22 @@ class Record:
         return self.settled[len(self.settled) // 2 :]
 
     @cached_property
-    def skips(self) -> Skips:
+    def skips(self) -> Sequence[Skip]:
         """The skipped steps of `settled`."""
-        found, soon = Skips(self.scales), max(1.0, self.interval / 4)
+        found, soon = [], max(1.0, self.interval / 4)
         stood, grew, was_skipped = 0, False, False
         rows = zip(self.skipped, pairwise(self.scales), strict=True)
         for place, (skipped, (scale, after)) in enumerate(rows):
             if skipped and place >= self.opening:
-                just_grown = grew and stood <= soon
-                found.add(place, "streak" if was_skipped else "growth" if just_grown else "sudden")
+                alone: Literal["growth", "sudden"] = "growth" if grew and stood <= soon else "sudden"
+                found.append(Skip(place, scale, after, "streak" if was_skipped else alone))
             stood, grew = (0, after > scale) if after != scale else (stood + (not skipped), grew)
             was_skipped = bool(skipped)
         return found
+
+    def skips_after(self, cause: str) -> Sequence[Skip]:
+        """Return the skips of one cause."""
+        return [skip for skip in self.skips if skip.cause == cause]
 
     def numbers_of(self, places: Iterable[int]) -> tuple[int, ...]:
         """Return the indices of some steps, at most of the first hundred."""

@@ -18,8 +18,6 @@ LEAST_FAILED: Final = 10
 LEAST_NOT_FINITE: Final = 3
 """Fewer steps are enough where the loss is inf or NaN, because people stop such a run."""
 LATEST: Final = 5
-FEW_UPDATES: Final = 4
-"""If a forward pass fails after fewer updates than this, the updates broke it."""
 TENFOLD: Final = 9.0  # of `Rise.ratio`
 TWOFOLD: Final = 1.0
 FELL: Final = 0.9  # times the first loss
@@ -31,32 +29,15 @@ class Failure(NamedTuple):
 
     Attributes:
         start: the place of its first step.
-        steps: how many steps it has.
         losses: how many of its steps have a loss.
         not_finite: how many of these losses are inf or NaN.
-        inf: how many of these losses are inf.
-        lowest: the lowest scale of its steps.
-        skips: how many of its steps were skipped.
+        loss_lost: whether the loss itself was inf or NaN; None where too few losses are known.
     """
 
     start: int
-    steps: int
     losses: int
     not_finite: int
-    inf: int
-    lowest: float
-    skips: int
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether the loss itself was inf or NaN, where it is known."""
-        return self.losses > 0 and self.not_finite >= self.losses / 2
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether the loss was finite. After one that was not, it may be unknown in most steps."""
-        is_unknown = self.not_finite > 0 and self.steps - self.losses > self.losses - self.not_finite
-        return self.losses > 0 and not self.is_forward and not is_unknown
+    loss_lost: bool | None
 
 
 class Rise(NamedTuple):
@@ -91,15 +72,11 @@ def failure(record: Record) -> Failure | None:
     losses, finite = loss.count(start), len(loss.finite(start))
     if size - start < LEAST_FAILED and losses - finite < LEAST_NOT_FINITE:
         return None
-    return Failure(
-        start,
-        steps=size - start,
-        losses=losses,
-        not_finite=losses - finite,
-        inf=sum(map(math.isinf, loss.values[start:])),
-        lowest=min(record.scales[start:size]),
-        skips=sum(record.skipped[start:]),
-    )
+    not_finite = losses - finite
+    # Keras on JAX does not know the losses after one that was lost.
+    is_known = losses > 0 and (not_finite == 0 or size - start - losses <= finite)
+    loss_lost = True if losses and 2 * not_finite >= losses else False if is_known else None
+    return Failure(start, losses, not_finite, loss_lost)
 
 
 def _start(bad: bytearray, least: int) -> int:

@@ -67,7 +67,7 @@ class Lost:
     def _places(self) -> Sequence[int]:
         record, end = self.record, self.end
         waits = int(getattr(record.policy, "hysteresis", 1))
-        if end is not None and not end.is_forward and record.summary.longest_streak < waits:
+        if end is not None and not end.loss_lost and record.summary.longest_streak < waits:
             self.end = end = None  # the scale had no reason to fall
         if end is not None:
             return range(end.start, len(record))
@@ -89,7 +89,7 @@ class Lost:
     def loss_lost(self) -> bool | None:
         """Whether the loss of most of these steps is inf or NaN."""
         if self.end is not None:
-            return self.end.is_forward or (False if self.end.is_backward else None)
+            return self.end.loss_lost
         losses = self.losses()
         if 2 * len(losses) < len(self.places):  # Keras on JAX does not know those after one that was lost
             return None

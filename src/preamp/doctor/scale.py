@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median, median_low
 from typing import Any, Final, TypeAlias
 
-from preamp.doctor.evidence import Record, Skips
+from preamp.doctor.evidence import Record, Skip
 from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding, Severity
 from preamp.doctor.history import LATEST, SHORT, hardly_fell, number
 from preamp.doctor.snapshots import (
@@ -67,7 +67,7 @@ def wrong_start(record: Record) -> Finding | None:
 
 def oscillating(record: Record) -> Finding | None:
     """Find a scale that grows again and again to where it has just failed."""
-    undone = record.skips.of("growth")
+    undone = record.skips_after("growth")
     share, interval = record.rate(len(undone)), round(record.interval)
     if len(undone) < FEWEST or share < OFTEN:
         return None
@@ -94,14 +94,14 @@ def _at_once(record: Record) -> Mapping[str, Any]:
     return {"hysteresis": 1} if _hysteresis(record) > 1 else {}
 
 
-def _or_a_ceiling(undone: Skips) -> str:
+def _or_a_ceiling(undone: Sequence[Skip]) -> str:
     levels = Counter(skip.after for skip in undone)
     (level, count), *_ = levels.most_common(1)
     is_one = count > 0.8 * len(undone)
     return f", or set a ceiling, max_scale={level:g}: the scale always falls back to that" if is_one else ""
 
 
-def _nearer_start(record: Record, undone: Skips) -> Mapping[str, Any]:
+def _nearer_start(record: Record, undone: Sequence[Skip]) -> Mapping[str, Any]:
     """Return the level that the scale reached as the first scale, if longer intervals would not reach it."""
     if not len(undone):
         return {}
@@ -112,7 +112,7 @@ def _nearer_start(record: Record, undone: Skips) -> Mapping[str, Any]:
 
 def dragged(record: Record) -> Finding | None:
     """Find single overflows that keep the scale far below what the other steps allow."""
-    falls = sum(skip.after < skip.scale for skip in record.skips.of("sudden"))
+    falls = sum(skip.after < skip.scale for skip in record.skips_after("sudden"))
     if falls < FEWEST or record.rate(len(record.skips)) > 10 * OFTEN or not _stays_low(record):
         return None
     high, low = max(record.of(record.settled)), min(record.scales)
@@ -122,7 +122,7 @@ def dragged(record: Record) -> Finding | None:
         sentence=f"{falls:,} single steps overflowed at scales that had worked before, and lowered the "
         f"scale from {power(high)} to {power(low)}{_too_far(record)}.",
         advice="Back off only at the second overflow in a row. Also look at the data of these steps.",
-        steps=record.numbers_of(skip.place for skip in record.skips.of("sudden")),
+        steps=record.numbers_of(skip.place for skip in record.skips_after("sudden")),
         numbers={"skipped": falls, "lowest_scale": low, "headroom": record.usual_headroom or 0},
         settings={"hysteresis": 2, **_longer(record)},
     )

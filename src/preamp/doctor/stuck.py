@@ -90,7 +90,7 @@ def clipping_bound(record: Record) -> float | None:
     least, _, most = _tenths(losses) if losses else (0.0, 0.0, 1.0)
     first, _, last = _tenths(record.scales)
     changes = first < last or most - least > VARIES * max(abs(least), abs(most))
-    return bound if changes and SMALLEST_BOUND <= low and high <= min(LARGEST_BOUND, ALIKE * low) else None
+    return bound if changes and low >= SMALLEST_BOUND and high <= min(LARGEST_BOUND, ALIKE * low) else None
 
 
 def _tenths(values: Sequence[float]) -> tuple[float, float, float]:
