@@ -129,7 +129,7 @@ OF_LOST_STEPS: Final = (
         "{code.restore}",
         predicts=one_part(
             "module overflow 10, module NaN 90, outputs finite 3, all at once 95, to the end 99.8, no "
-            "update before 5, few updates 10, loss lost 98, skipped 85, inf 10, rose 5, weights grew 10, "
+            "update before 1, few updates 10, loss lost 98, skipped 85, inf 10, rose 5, weights grew 10, "
             "buffers 90"
         ),
     ),
@@ -143,7 +143,7 @@ OF_LOST_STEPS: Final = (
         "before the first of these steps.",
         predicts=one_part(
             "inputs bad 30, outputs finite 60, all at once 95, outputs saturate 40, to the end 99.8, no "
-            "update before 5, few updates 10, loss lost 98, inf 15, rose 5, weights grew 10"
+            "update before 1, few updates 10, loss lost 98, inf 15, rose 5, weights grew 10"
         ),
     ),
     Cause(
@@ -243,7 +243,7 @@ OF_LOST_STEPS: Final = (
         remedy="{lower}",
         predicts=one_part(
             "gradient overflow 98, all at once 30, to the end 85, no update before 70, skipped 98, loss "
-            "lost 2, any scale 0.2, rose 5, fixed 99.8, worked before 0.8, named 98, carried 2, began "
+            "lost 0.2, any scale 0.2, rose 5, fixed 99.8, worked before 0.8, named 98, carried 2, began "
             "otherwise 2"
         ),
         settings=True,
@@ -254,7 +254,7 @@ OF_LOST_STEPS: Final = (
         "record.",
         remedy="{lower}",
         predicts=one_part(
-            "gradient overflow 98, to the end 99.8, no update before 99.8, skipped 98, loss lost 2, any "
+            "gradient overflow 98, to the end 99.8, no update before 99.8, skipped 98, loss lost 0.2, any "
             "scale 0.2, fixed 2, worked before 2, named 98, carried 2"
         ),
         settings=True,
