@@ -27,7 +27,7 @@ from preamp import (
 )
 from preamp.cli.app import app
 from preamp.doctor import Diagnosis, best_scale, diagnose, lost_words
-from preamp.record.exponents import BANDS, ExponentHistogram
+from preamp.record.exponents import ExponentHistogram
 from preamp.simulation.processes import Drifting, Process, Spiky, Stationary
 from tests.strategies import RULES, policies, quietly, scripts
 
@@ -217,7 +217,7 @@ def test_steps_without_a_scale_are_counted_and_snapshots_without_steps_are_read(
     assert "None of the 3 steps" in lost.findings[0].sentence
     alone = Trace()
     alone.add_snapshot(Snapshot(0, 1.0, "float16", (row("a", "flow", -6, (1,)),)))
-    assert kinds(diagnose(alone)) == ["no steps", "limit", "bfloat16"]
+    assert kinds(diagnose(alone)) == ["no steps", "limit"]
 
 
 def test_advice_stays_within_what_a_scale_can_be() -> None:
@@ -384,16 +384,6 @@ def test_who_overflows_first_is_taken_from_snapshots(nans: int | None, said: str
         f"In 1 of 1 snapshots of overflows, the gradient of the output of module late {said} inf "
         "or NaN, in backward."
     )
-
-
-@pytest.mark.parametrize(("low", "does"), [(-100, True), (-150, False)])
-def test_bfloat16_would_do_where_its_range_does(low: int, does: bool) -> None:
-    trace = looked_at(row("a", "flow", low, (5, *(0,) * 20, 5)))
-    (finding,) = [f for f in diagnose(trace).findings if f.kind == "bfloat16"]
-    assert ("would work without a scale" in finding.sentence) == does
-    assert "8 significant bits" in finding.sentence
-    shifted = trace.snapshots[0].rows[0].histogram.shifted(-8)
-    assert finding.numbers["flushed"] == shifted.flushed(BANDS["bfloat16"])
 
 
 def test_no_snapshot_has_no_words() -> None:

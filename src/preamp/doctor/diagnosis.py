@@ -20,8 +20,6 @@ from preamp.doctor.answers import (
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import OFTEN, Finding
 from preamp.doctor.scale import (
-    NEARLY_ALL,
-    at_ceiling,
     backs_off_too_far,
     dragged,
     lost_scale,
@@ -32,8 +30,8 @@ from preamp.doctor.scale import (
     too_low,
     wrong_start,
 )
-from preamp.doctor.snapshots import bfloat16_would_do, limited, needs_no_scale, overflowed
-from preamp.doctor.spikes import spikes
+from preamp.doctor.snapshots import limited, needs_no_scale, overflowed
+from preamp.doctor.spikes import NEARLY_ALL, spikes
 from preamp.policy import Moving, Policy
 from preamp.record.formatting import of_steps, power, powers
 from preamp.record.trace import Summary, Trace
@@ -47,8 +45,8 @@ WORST_FIRST = ("problem", "warning", "fine", "note")
 DAMAGED: tuple[Rule, ...] = (lost_scale, lost_steps, risen_loss, backs_off_too_far)
 """Of each group only the first finding is reported."""
 SKIPPED: tuple[Rule, ...] = (slow, oscillating, dragged, too_high)
-UNUSED: tuple[Rule, ...] = (at_ceiling, too_low)
-SNAPSHOTS: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
+UNUSED: tuple[Rule, ...] = (too_low,)
+SNAPSHOTS: tuple[Rule, ...] = (overflowed, limited)
 
 
 @dataclass(frozen=True)

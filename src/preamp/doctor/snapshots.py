@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import Finding
-from preamp.record.exponents import BANDS, Band, ExponentHistogram, exponent_of
+from preamp.record.exponents import Band, ExponentHistogram, exponent_of
 from preamp.record.formatting import percent, power, powers, two_to
 from preamp.record.snapshots import Snapshot, SnapshotRow, owner
 
@@ -196,28 +196,6 @@ def _alone(snapshot: Snapshot, name: str) -> int:
     others = snapshot._replace(rows=tuple(row for row in snapshot.rows if row.name != name))
     with_it, without = snapshot.best_scale(), others.best_scale()
     return exponent_of(without) - exponent_of(with_it) if with_it and without else 0
-
-
-def bfloat16_would_do(record: Record) -> Finding | None:
-    """Tell whether bfloat16 could hold the gradients without a scale."""
-    snapshot = record.snapshot
-    if snapshot is None or needs_no_scale(record.band) or not _gradients(snapshot).nonzero:
-        return None
-    values = _gradients(snapshot).shifted(-exponent_of(snapshot.scale))
-    below, headroom = values.flushed(BANDS["bfloat16"]), values.headroom(BANDS["bfloat16"]) or 0
-    would = "work without a scale" if below < FEW and headroom > 0 else "not work without one"
-    least, most = two_to(values.low), two_to(values.amax_exponent or 0)
-    share = f"and {percent(below)} are below" if below else "and none are below"
-    return Finding(
-        kind="bfloat16",
-        severity="note",
-        sentence=f"bfloat16 would {would}: the gradients are between {least} and {most}, {share} "
-        f"its range. It keeps 8 significant bits; {snapshot.low_dtype} keeps {_BITS[snapshot.low_dtype]}.",
-        numbers={"flushed": below, "headroom": headroom},
-    )
-
-
-_BITS: Final = {"float16": 11, "float8_e5m2": 3, "float8_e4m3fn": 4}
 
 
 def first_parameter(record: Record) -> str:
