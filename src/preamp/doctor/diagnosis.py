@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from preamp.doctor.advice import as_code, as_flags, changed
@@ -22,6 +23,7 @@ from preamp.doctor.finding import OFTEN, Finding
 from preamp.doctor.scale import (
     backs_off_too_far,
     dragged,
+    if_low,
     lost_scale,
     not_scaled,
     oscillating,
@@ -34,18 +36,16 @@ from preamp.doctor.snapshots import limited, needs_no_scale, overflowed
 from preamp.doctor.spikes import NEARLY_ALL, spikes
 from preamp.policy import Moving, Policy
 from preamp.record.formatting import of_steps, power, powers
-from preamp.record.trace import Summary, Trace
+from preamp.record.trace import Trace
 from preamp.simulation.processes import Recorded, has_amax
 from preamp.simulation.simulate import simulate
 
 Rule = Callable[[Record], Finding | None]
-NO_STEPS = "There are no steps in this record."
 WORST_FIRST = ("problem", "warning", "fine", "note")
 
 DAMAGED: tuple[Rule, ...] = (lost_scale, lost_steps, risen_loss, backs_off_too_far)
-"""Of each group only the first finding is reported."""
+"""Of these and of the next group only the first finding is reported."""
 SKIPPED: tuple[Rule, ...] = (slow, oscillating, dragged, too_high)
-UNUSED: tuple[Rule, ...] = (too_low,)
 SNAPSHOTS: tuple[Rule, ...] = (overflowed, limited)
 
 
@@ -78,7 +78,7 @@ class Diagnosis:
 
     def better(self, finding: Finding | None = None) -> Policy[Any] | None:
         """Return the policy that fixes a finding, or all; None if no setting would."""
-        settings = self.settings if finding is None else finding.settings
+        settings = (finding or self).settings
         return changed(self.policy, settings) if settings else None
 
     def remedy(self, finding: Finding | None = None) -> str:
@@ -89,10 +89,9 @@ class Diagnosis:
         policy = self.better(finding)
         if policy is None:
             return ""
-        settings = self.settings if finding is None else finding.settings
         by_command = str(self.record.trace.about.get("command", "")).startswith("preamp ")
-        flags = as_flags(policy, settings) if by_command else ""
-        return f"Write policy={as_code(policy)}{f', or {flags}' if flags else ''}."
+        flags = as_flags(policy, (finding or self).settings) if by_command else ""
+        return f"Write policy={as_code(policy)}{flags and f', or {flags}'}."
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as values that JSON can hold; `version` counts changes of this form."""
@@ -113,10 +112,8 @@ class Diagnosis:
         flags = self.record.code.blame
         if flags is None or not any(finding.operation for finding in self.findings):
             return ""
-        return (
-            f"preamp blame MODULE:FUNCTION --dtype {self.record.band.name}{flags} says which operation of "
-            "your step loses accuracy."
-        )
+        command = f"preamp blame MODULE:FUNCTION --dtype {self.record.band.name}{flags}"
+        return f"{command} says which operation of your step loses accuracy."
 
     def rehearsal(self) -> str:
         """Return what the better policy would do with the recorded amaxes; "" if there are none."""
@@ -170,23 +167,26 @@ def _consistent(found: Iterable[Finding]) -> Iterator[Finding]:
 
 def _findings(record: Record) -> list[Finding]:
     if not len(record):
-        return [_no_steps(record), *_all(SNAPSHOTS, record)]
+        unusable = f" Of {len(record.trace):,} steps none has a usable scale." if len(record.trace) else ""
+        nothing = Finding(
+            kind="no steps", severity="note", sentence=f"There are no steps in this record.{unusable}"
+        )
+        return [nothing, *_all(SNAPSHOTS, record)]
     if broken := _first((failed, risen_for_good, never_scaled, no_progress), record):
         # A run that does not train at all needs no advice on how to train better.
         return [*broken, *_all((poisoned_buffers, spikes), record)]
-    if unscaled := _first((not_scaled,), record):
-        return [*unscaled, *_all((spikes, *SNAPSHOTS), record)]
-    groups: tuple[tuple[Rule, ...], ...] = ((wrong_start,), SKIPPED, UNUSED)
-    if record.opening_is_lost:  # the scale fell for other reasons than the size of the gradients
-        groups = (SKIPPED,)
-    if len(record.spikes) >= NEARLY_ALL * len(record):  # of so few clean steps the scale could not grow
-        groups = tuple(rules for rules in groups if rules is not UNUSED)
+    if unscaled := not_scaled(record):
+        return [unscaled, *_all((spikes, *SNAPSHOTS), record)]
     damaged = _first(DAMAGED, record)
-    if any(2 * len(finding.steps) > len(record.skips) for finding in damaged):
-        groups = tuple(rules for rules in groups if rules is not SKIPPED)  # these steps are explained
     found = [*_all((poisoned_buffers,), record), *damaged]
-    found += [found for rules in groups for found in _first(rules, record)]
-    spiked = _all((spikes,), record)
+    is_lost = record.opening_is_lost  # the scale fell for other reasons than the size of the gradients
+    if not is_lost:
+        found += _all((wrong_start,), record)
+    if all(2 * len(finding.steps) <= len(record.skips) for finding in damaged):  # or they are explained
+        found += _first(SKIPPED, record)
+    if not is_lost and len(record.spikes) < NEARLY_ALL * len(record):  # else the scale could not grow
+        found += _all((too_low,), record)
+    spiked = [*_all((spikes,), record)]
     if not found and not any(finding.severity == "problem" for finding in spiked):
         found = [_healthy(record)]
     return [*found, *spiked, *_all((did_not_fall, restored_buffers, *SNAPSHOTS), record)]
@@ -198,76 +198,43 @@ def never_scaled(record: Record) -> Finding | None:
     return found if found and found.severity == "problem" else None
 
 
-def _no_steps(record: Record) -> Finding:
-    count = len(record.trace)
-    sentence = f"None of the {count:,} steps has a scale that can be used." if count else NO_STEPS
-    return Finding(kind="no steps", severity="note", sentence=sentence)
-
-
-def _all(rules: Iterable[Rule], record: Record) -> list[Finding]:
-    return [finding for rule in rules if (finding := rule(record))]
+def _all(rules: Iterable[Rule], record: Record) -> Iterator[Finding]:
+    return (finding for rule in rules if (finding := rule(record)))
 
 
 def _first(rules: Iterable[Rule], record: Record) -> list[Finding]:
-    return next(([finding] for rule in rules if (finding := rule(record))), [])
+    return [*islice(_all(rules, record), 1)]
 
 
 def _healthy(record: Record) -> Finding:
-    summary = record.summary
-    if needs_no_scale(record.band) and summary.max_scale == 1.0:
-        return Finding(kind="healthy", severity="fine", sentence=f"{record.band.name} needs no loss scale.")
-    overflows = summary.skipped - summary.spikes
-    if overflows >= OFTEN * summary.steps:
-        return _too_few(overflows, summary.steps)
-    is_unscaled = summary.min_scale == summary.max_scale == 1.0 and not isinstance(record.policy, Moving)
-    if is_unscaled and record.headroom is None:
-        return _not_measured(record, overflows)
-    low, high = power(summary.min_scale), power(summary.max_scale)
-    moved = f"stayed at {low}" if low == high else f"moved between {low} and {high}"
-    return Finding(
-        kind="healthy",
-        severity="fine",
-        sentence=f"Nothing is wrong with the scale: "
-        f"{of_steps(overflows, summary.steps)} {_skipped_words(summary)} while it {moved}."
-        f"{_headroom_words(record)}",
-        numbers={"skipped": overflows, "steps": summary.steps, "headroom": record.headroom or 0},
-    )
-
-
-def _not_measured(record: Record, overflows: int) -> Finding:
-    """Say that nothing is known about a loss that was not scaled."""
-    name = record.band.name
-    return Finding(
-        kind="not measured",
-        severity="note",
-        sentence="The loss was not scaled (the scale was 1), and "
-        f"{of_steps(overflows, record.summary.steps)} {_skipped_words(record.summary)}. Whether small "
-        f"gradients round to zero in {name} is unknown without recorded amaxes of gradients or snapshots.",
-        advice=f"If the model computes in {name}, use a loss scale. If not, say so: "
-        f'{record.code.trace}(precision="float32").',
-        numbers={"skipped": overflows, "steps": record.summary.steps},
-    )
-
-
-def _skipped_words(summary: Summary) -> str:
-    return "overflowed" if summary.spikes else "were skipped"
-
-
-def _too_few(skipped: int, steps: int) -> Finding:
-    return Finding(
-        kind="too few",
-        severity="note",
-        sentence=f"{of_steps(skipped, steps)} were skipped, too few to tell whether that continues.",
-        advice="Record a longer run.",
-        numbers={"skipped": skipped, "steps": steps},
-    )
-
-
-def _headroom_words(record: Record) -> str:
-    if record.headroom is None:
-        return " Whether it could be higher is unknown without recorded amaxes of gradients or snapshots."
-    if record.headroom <= 0:
-        return (
-            f" The largest values of late steps come within a power of two of {record.band.name}'s largest."
+    """Say that nothing was found, or that too little is known."""
+    summary, name, advice = record.summary, record.band.name, ""
+    kind, is_unscaled = "healthy", summary.min_scale == summary.max_scale == 1.0
+    skipped, steps = summary.skipped - summary.spikes, summary.steps
+    overflowed = f"{of_steps(skipped, steps)} overflowed"
+    unknown = "is unknown without recorded amaxes of gradients or snapshots"
+    if is_unscaled and needs_no_scale(record.band):
+        sentence = f"{name} needs no loss scale."
+    elif skipped >= OFTEN * steps:
+        kind, advice = "too few", "Record a longer run."
+        sentence = f"{overflowed}, too few to tell whether that continues."
+    elif is_unscaled and record.headroom is None and not isinstance(record.policy, Moving):
+        kind, advice = "not measured", if_low(record)
+        sentence = (
+            f"The loss was not scaled (the scale was 1), and {overflowed}. Whether small gradients round to "
+            f"zero in {name} {unknown}."
         )
-    return f" All late steps leave {powers(record.headroom)} of headroom."
+    else:
+        low, high = power(summary.min_scale), power(summary.max_scale)
+        moved = f"stayed at {low}" if low == high else f"moved between {low} and {high}"
+        unused = f" Whether it could be higher {unknown}."
+        if record.headroom is not None:
+            unused = f" All late steps leave {powers(max(record.headroom, 0))} of headroom."
+        sentence = f"Nothing is wrong with the scale: {overflowed} while it {moved}.{unused}"
+    return Finding(
+        kind=kind,
+        severity="fine" if kind == "healthy" else "note",
+        sentence=sentence,
+        advice=advice,
+        numbers={"skipped": skipped, "steps": steps, "headroom": record.headroom or 0},
+    )

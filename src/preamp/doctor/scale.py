@@ -11,7 +11,7 @@ from typing import Any, Final
 from preamp.doctor.evidence import Record, Skips
 from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding, Severity
 from preamp.doctor.history import LATEST, SHORT, hardly_fell, number
-from preamp.doctor.snapshots import first_parameter, lost_words, needs_no_scale, saves_something
+from preamp.doctor.snapshots import lost_words, needs_no_scale, saves_something
 from preamp.policy import Dynamic, Static, Tolerant
 from preamp.record.exponents import exponent_of
 from preamp.record.formatting import of_steps, percent, power, powers
@@ -137,7 +137,7 @@ def too_high(record: Record) -> Finding | None:
     elif longer and len(skips) < 3 * record.growths:
         advice, settings = "The scale grows too soon. Wait longer.", longer
     lowest = power(min(skip.scale for skip in skips))
-    why = f", at scales of {lowest} and above.{first_parameter(record)}"
+    why = f", at scales of {lowest} and above."
     return _skipped(record, "too high", _places(skips), why, advice, settings)
 
 

@@ -40,17 +40,12 @@ class Lost(NamedTuple):
 
 def lost(snapshot: Snapshot, scale: float | None = None) -> Lost:
     """Return what is lost at a scale; None for the step's own."""
-    values = _gradients(snapshot)
+    rows = (row.histogram for row in snapshot.rows if row.what != "activation")
+    values = reduce(add, rows, ExponentHistogram())
     shift = 0 if scale is None else exponent_of(scale) - exponent_of(snapshot.scale)
     total, nonzero = max(values.total, 1), values.nonzero
     flushed, subnormal = values.flushed(snapshot.band, shift), values.subnormal(snapshot.band, shift)
     return Lost(values.zeros / total, flushed * nonzero / total, subnormal * nonzero / total)
-
-
-def _gradients(snapshot: Snapshot) -> ExponentHistogram:
-    return reduce(
-        add, (row.histogram for row in snapshot.rows if row.what != "activation"), ExponentHistogram()
-    )
 
 
 def norm_of(snapshot: Snapshot) -> float:
@@ -81,13 +76,11 @@ def _flushed_whole(snapshot: Snapshot) -> bool:
         row.name: row.histogram.nonzero for row in snapshot.rows if row.what == "activation"
     }
     rows = [row for row in snapshot.rows if row.direction == "backward"]
-    zero = [
-        row
-        for row in rows
-        if row.histogram.zeros and not row.histogram.nonzero and outputs.get(owner(row.name, outputs)) != 0
-    ]
     alive = [row.histogram.low for row in rows if row.histogram.nonzero]
-    return bool(zero) and (not alive or min(alive) <= exponent_of(snapshot.band.normal))
+    return (not alive or min(alive) <= exponent_of(snapshot.band.normal)) and any(
+        row.histogram.zeros and not row.histogram.nonzero and outputs.get(owner(row.name, outputs)) != 0
+        for row in rows
+    )
 
 
 def best_scale(snapshot: Snapshot) -> float | None:
@@ -109,13 +102,11 @@ def lost_words(snapshot: Snapshot | None, scale: float | None = None) -> str:
         f" At {power(snapshot.scale)}, {percent(now.zeros)} of the gradient entries are exactly zero, "
         f"{percent(now.flushed)} round to zero and {percent(now.subnormal)} lose digits"
     )
-    if best is None or best == snapshot.scale:
-        return f"{words}."
-    then = lost(snapshot, best)
-    return (
-        f"{words}; at {power(best)}, {percent(then.flushed)} would round to zero and "
-        f"{percent(then.subnormal)} lose digits."
-    )
+    if best is not None and best != snapshot.scale:
+        then = lost(snapshot, best)
+        words += f"; at {power(best)}, {percent(then.flushed)} would round to zero and "
+        words += f"{percent(then.subnormal)} lose digits"
+    return f"{words}."
 
 
 def needs_no_scale(band: Band) -> bool:
@@ -131,24 +122,18 @@ def overflowed(record: Record) -> Finding | None:
         # If the loss itself is not finite, neither is any gradient: the first of them proves nothing.
         if (row := snapshot.first_overflow) and (row.direction == "forward" or not record.is_lost(snapshot))
     )
-    modules = Counter[tuple[str, str]]()
-    for name, count in record.first_culprits.items():
-        modules[name.rpartition(".")[0] or name, ""] += count
-    counts = rows or modules
-    if not counts:
+    if not rows and not record.first_culprits:
         return None
-    (name, what), worst = max(counts.items(), key=lambda pair: (pair[1], pair[0]))
-    way = "forward" if what == "activation" else "backward"
-    in_order = all(is_in_order(row) for snapshot in record.snapshots for row in snapshot.rows)
-    held = "had" if rows and not in_order else "was the first with"
-    which = f"the {_WHAT[what]} of {module_name(name)}" if what else f"a parameter of {name}"
-    return Finding(
-        kind="overflows first",
-        severity="note",
-        sentence=f"In {worst:,} of {counts.total():,} {'snapshots of overflows' if rows else 'overflows'}, "
-        f"{which} {held} inf or NaN, in {way}.",
-        numbers={"overflows": counts.total(), "first": worst},
-    )
+    sentence, numbers = first_parameter(record).strip(), {}
+    if rows:
+        (name, what), worst = max(rows.items(), key=lambda pair: (pair[1], pair[0]))
+        in_order = all(is_in_order(row) for snapshot in record.snapshots for row in snapshot.rows)
+        sentence = (
+            f"In {worst:,} of {rows.total():,} snapshots of overflows, {module_name(name)} "
+            f"{'was the first with' if in_order else 'had'} inf or NaN, in {_WHAT[what]}."
+        )
+        numbers = {"overflows": rows.total(), "first": worst}
+    return Finding(kind="overflows first", severity="note", sentence=sentence, numbers=numbers)
 
 
 def is_in_order(row: SnapshotRow) -> bool:
@@ -165,17 +150,19 @@ def limited(record: Record) -> Finding | None:
     row = snapshot and snapshot.limit
     if snapshot is None or row is None or needs_no_scale(record.band):
         return None
-    name, headroom = module_name(row.name), snapshot.fit(row).headroom
-    alone = _alone(snapshot, row.name)
+    name, headroom = module_name(row.name), snapshot.fit(row).headroom or 0
+    others = snapshot._replace(rows=tuple(one for one in snapshot.rows if one.name != row.name))
+    now, without = snapshot.best_scale(), others.best_scale()
+    alone = exponent_of(without) - exponent_of(now) if now and without else 0
+    without_it = f" Without it the scale could be {two_to(alone)} times higher." if alone >= FAR else ""
     return Finding(
         kind="limit",
         severity="note",
         sentence=f"{name[0].upper()}{name[1:]} limits the scale: at step {snapshot.index:,} the largest "
-        f"{_WHAT[row.what].replace(' the ', ' its ')} had {powers(headroom or 0)} of headroom in "
-        f"{snapshot.low_dtype} at {power(snapshot.scale)}"
-        + (f". Without it the scale could be {two_to(alone)} times higher." if alone >= FAR else "."),
-        advice=f"Run {name} in float32, {record.code.in_float32}." if alone >= FAR else "",
-        numbers={"headroom": headroom or 0, "alone": alone},
+        f"value in {_WHAT[row.what]} had {powers(headroom)} of headroom in {snapshot.low_dtype} at "
+        f"{power(snapshot.scale)}.{without_it}",
+        advice=record.code.run_in_float32(row.name) if alone >= FAR else "",
+        numbers={"headroom": headroom, "alone": alone},
     )
 
 
@@ -185,26 +172,17 @@ def module_name(name: str) -> str:
 
 
 _WHAT: Final = {
-    "flow": "gradient of the output",
-    "gradient": "gradient of the parameters",
-    "activation": "output",
+    "flow": "the gradient of its output",
+    "gradient": "the gradients of its parameters",
+    "activation": "its output",
 }
-
-
-def _alone(snapshot: Snapshot, name: str) -> int:
-    """Return how many powers of two higher the scale could be without one module."""
-    others = snapshot._replace(rows=tuple(row for row in snapshot.rows if row.name != name))
-    with_it, without = snapshot.best_scale(), others.best_scale()
-    return exponent_of(without) - exponent_of(with_it) if with_it and without else 0
 
 
 def first_parameter(record: Record) -> str:
     """Name the parameter whose gradient was most often the first with inf or NaN, as far as that is known."""
     for name, count in record.first_culprits.most_common(1):
-        return (
-            f" In backward, {name} was the first parameter with inf or NaN in {count:,} of "
-            f"{record.first_culprits.total():,} skipped steps."
-        )
+        skipped = f"{record.first_culprits.total():,} skipped steps"
+        return f" In backward, {name} was the first parameter with inf or NaN in {count:,} of {skipped}."
     names = listed([name for name, _ in record.culprits.most_common()])
     return f" In backward, inf or NaN reached {names}; the order is not known." if names else ""
 
