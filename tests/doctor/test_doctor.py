@@ -214,7 +214,7 @@ def test_no_steps_are_no_finding() -> None:
 
 def test_steps_without_a_scale_are_counted_and_snapshots_without_steps_are_read() -> None:
     lost = diagnose(Trace([Step(n, 0.0, finite=False, skipped=True) for n in range(3)]))
-    assert "Of 3 steps none" in lost.findings[0].sentence
+    assert "None of the 3 steps" in lost.findings[0].sentence
     alone = Trace()
     alone.add_snapshot(Snapshot(0, 1.0, "float16", (row("a", "flow", -6, (1,)),)))
     assert kinds(diagnose(alone)) == ["no steps", "limit"]

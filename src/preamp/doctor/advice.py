@@ -66,15 +66,11 @@ def changed(policy: Policy[Any] | None, settings: Mapping[str, Any]) -> Policy[A
 def _within_bounds(known: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with the first scale between the bounds."""
     held = {**known, **settings}
-    first, low, high = (held.get(name) for name in ("init_scale", "min_scale", "max_scale"))
-    if first is None:
-        return held
-    if high is not None and "max_scale" in settings:
-        held["init_scale"] = first = min(first, high)
-    elif high is not None:
-        held["max_scale"] = max(first, high)
-    if low is not None and "min_scale" not in settings:
-        held["min_scale"] = min(low, first)
+    if "init_scale" in held:
+        first = held["init_scale"] = min(held["init_scale"], settings.get("max_scale", math.inf))
+        for name, farther in (("min_scale", min), ("max_scale", max)):
+            if held.get(name) is not None:
+                held[name] = farther(held[name], first)
     return held
 
 

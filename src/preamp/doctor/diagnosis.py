@@ -4,35 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
+from preamp.doctor import answers, scale, snapshots
 from preamp.doctor.advice import as_code, as_flags, changed
-from preamp.doctor.answers import (
-    did_not_fall,
-    failed,
-    lost_steps,
-    no_progress,
-    poisoned_buffers,
-    restored_buffers,
-    risen_for_good,
-    risen_loss,
-)
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import OFTEN, Finding
-from preamp.doctor.scale import (
-    backs_off_too_far,
-    dragged,
-    if_low,
-    lost_scale,
-    not_scaled,
-    oscillating,
-    slow,
-    too_high,
-    too_low,
-    wrong_start,
-)
-from preamp.doctor.snapshots import limited, needs_no_scale, overflowed
 from preamp.doctor.spikes import NEARLY_ALL, spikes
 from preamp.policy import Moving, Policy
 from preamp.record.formatting import of_steps, power, powers
@@ -43,10 +20,7 @@ from preamp.simulation.simulate import simulate
 Rule = Callable[[Record], Finding | None]
 WORST_FIRST = ("problem", "warning", "fine", "note")
 
-DAMAGED: tuple[Rule, ...] = (lost_scale, lost_steps, risen_loss, backs_off_too_far)
-"""Of these and of the next group only the first finding is reported."""
-SKIPPED: tuple[Rule, ...] = (slow, oscillating, dragged, too_high)
-SNAPSHOTS: tuple[Rule, ...] = (overflowed, limited)
+SNAPSHOTS: tuple[Rule, ...] = (snapshots.overflowed, snapshots.limited)
 
 
 @dataclass(frozen=True)
@@ -82,10 +56,7 @@ class Diagnosis:
         return changed(self.policy, settings) if settings else None
 
     def remedy(self, finding: Finding | None = None) -> str:
-        """Return the line to write for a finding, or for all; "" if there is none.
-
-        For a run of the `preamp` command, it includes the flags that do the same.
-        """
+        """Return the line to write, for `preamp` also as flags, for a finding or for all; "" if none."""
         policy = self.better(finding)
         if policy is None:
             return ""
@@ -105,10 +76,7 @@ class Diagnosis:
         }
 
     def search(self) -> str:
-        """Return the command that finds the operation at fault; "" if none of the findings is about one.
-
-        For Keras and TensorFlow there is none: the command runs functions of PyTorch and JAX.
-        """
+        """Return the command that finds the operation at fault; "" if none of the findings is about one."""
         flags = self.record.code.blame
         if flags is None or not any(finding.operation for finding in self.findings):
             return ""
@@ -156,54 +124,45 @@ def _consistent(found: Iterable[Finding]) -> Iterator[Finding]:
     """
     advised: dict[str, Any] = {}
     for finding in found:
-        kept = {}
-        for name, value in finding.settings.items():
-            setting = "init_scale" if name == "scale" else name  # a constant scale is a first scale as well
-            if advised.setdefault(setting, value) == value:
-                kept[name] = value
+        kept = {
+            name: value
+            for name, value in finding.settings.items()
+            # A constant scale is a first scale as well.
+            if advised.setdefault("init_scale" if name == "scale" else name, value) == value
+        }
         if kept or not finding.settings:
-            yield finding if len(kept) == len(finding.settings) else replace(finding, settings=kept)
+            yield replace(finding, settings=kept)
 
 
 def _findings(record: Record) -> list[Finding]:
     if not len(record):
-        unusable = f" Of {len(record.trace):,} steps none has a usable scale." if len(record.trace) else ""
-        nothing = Finding(
-            kind="no steps", severity="note", sentence=f"There are no steps in this record.{unusable}"
-        )
-        return [nothing, *_all(SNAPSHOTS, record)]
-    if broken := _first((failed, risen_for_good, never_scaled, no_progress), record):
+        sentence = f"None of the {len(record.trace):,} steps in this record has a scale that can be used."
+        return [Finding(kind="no steps", severity="note", sentence=sentence), *_all(SNAPSHOTS, record)]
+    unscaled = _all((scale.not_scaled,), record)
+    flushed = [finding for finding in unscaled if finding.severity == "problem"]
+    failed = _all((answers.failed, answers.risen_for_good), record)
+    if broken := failed or flushed or _all((answers.no_progress,), record):
         # A run that does not train at all needs no advice on how to train better.
-        return [*broken, *_all((poisoned_buffers, spikes), record)]
-    if unscaled := not_scaled(record):
-        return [unscaled, *_all((spikes, *SNAPSHOTS), record)]
-    damaged = _first(DAMAGED, record)
-    found = [*_all((poisoned_buffers,), record), *damaged]
+        return [broken[0], *_all((answers.poisoned_buffers, spikes), record)]
+    if unscaled:
+        return [*unscaled, *_all((spikes, *SNAPSHOTS), record)]
+    damaged = _all((scale.lost_scale, answers.lost_steps, answers.risen_loss), record)[:1]
+    found = [*_all((answers.poisoned_buffers,), record), *damaged]
     is_lost = record.opening_is_lost  # the scale fell for other reasons than the size of the gradients
     if not is_lost:
-        found += _all((wrong_start,), record)
+        found += _all((scale.wrong_start,), record)
     if all(2 * len(finding.steps) <= len(record.skips) for finding in damaged):  # or they are explained
-        found += _first(SKIPPED, record)
+        found += _all((scale.often_skipped,), record)
     if not is_lost and len(record.spikes) < NEARLY_ALL * len(record):  # else the scale could not grow
-        found += _all((too_low,), record)
-    spiked = [*_all((spikes,), record)]
+        found += _all((scale.too_low,), record)
+    spiked = _all((spikes,), record)
     if not found and not any(finding.severity == "problem" for finding in spiked):
         found = [_healthy(record)]
-    return [*found, *spiked, *_all((did_not_fall, restored_buffers, *SNAPSHOTS), record)]
+    return [*found, *spiked, *_all((answers.did_not_fall, answers.restored_buffers, *SNAPSHOTS), record)]
 
 
-def never_scaled(record: Record) -> Finding | None:
-    """Find a loss that was not scaled, where gradients are lost because of it."""
-    found = not_scaled(record)
-    return found if found and found.severity == "problem" else None
-
-
-def _all(rules: Iterable[Rule], record: Record) -> Iterator[Finding]:
-    return (finding for rule in rules if (finding := rule(record)))
-
-
-def _first(rules: Iterable[Rule], record: Record) -> list[Finding]:
-    return [*islice(_all(rules, record), 1)]
+def _all(rules: Iterable[Rule], record: Record) -> list[Finding]:
+    return [finding for rule in rules if (finding := rule(record))]
 
 
 def _healthy(record: Record) -> Finding:
@@ -213,13 +172,13 @@ def _healthy(record: Record) -> Finding:
     skipped, steps = summary.skipped - summary.spikes, summary.steps
     overflowed = f"{of_steps(skipped, steps)} overflowed"
     unknown = "is unknown without recorded amaxes of gradients or snapshots"
-    if is_unscaled and needs_no_scale(record.band):
+    if is_unscaled and snapshots.needs_no_scale(record.band):
         sentence = f"{name} needs no loss scale."
     elif skipped >= OFTEN * steps:
         kind, advice = "too few", "Record a longer run."
         sentence = f"{overflowed}, too few to tell whether that continues."
     elif is_unscaled and record.headroom is None and not isinstance(record.policy, Moving):
-        kind, advice = "not measured", if_low(record)
+        kind, advice = "not measured", scale.if_low(record)
         sentence = (
             f"The loss was not scaled (the scale was 1), and {overflowed}. Whether small gradients round to "
             f"zero in {name} {unknown}."

@@ -1,7 +1,4 @@
-"""The code that advice consists of, in each framework.
-
-Findings take it from `Record.code` or `Extent.code`, so that advice has code of the framework of the run.
-"""
+"""The code that advice consists of, in each framework."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class Code:
     weights_finite: str  # tests that all weights of the model are finite
     where: str  # the function that chooses between two arrays
     clear_sums: str = "clear accumulated gradients after every step, skipped or not"
-    clip: str  # the argument that clips gradients to {norm}
+    clip: str = "max_norm={norm}"  # the argument that clips gradients to {norm}
     clip_unscaled: str  # how to clip gradients that are no longer scaled; whole sentences
     save_scale: str  # a sentence
     reset_statistics: str  # of batch normalization; a clause
@@ -35,7 +32,7 @@ class Code:
     layer_in_float32: str  # how to do so for the layer {name}, which is at model{path}
     loss_in_float32: str
     from_logits: str  # loss functions that take the logarithm of a softmax or sigmoid safely
-    trace: str  # what records a run
+    trace: str = "Trace"  # what records a run
     restore: str  # how to keep buffers safe in steps that are skipped; a sentence
     if_taken: str  # tells whether a step was taken
     records: Mapping[Source, str]  # what to write to record more, by what is missing; "" if not possible
@@ -63,7 +60,6 @@ TORCH: Final = Code(
     where="torch.where",
     clear_sums="call optimizer.zero_grad() after every step, skipped or not, also where gradients are "
     "accumulated",
-    clip="max_norm={norm}",
     clip_unscaled="Let the scaler clip: scaler.step(optimizer, max_norm=...). Or call "
     "scaler.unscale_(optimizer) before clip_grad_norm_.",
     save_scale="Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict().",
@@ -79,7 +75,6 @@ TORCH: Final = Code(
     "{name} is called",
     loss_in_float32="loss_fn(output.float(), target)",
     from_logits="log_softmax, cross_entropy or binary_cross_entropy_with_logits",
-    trace="Trace",
     restore="GradScaler(model=model, restore_buffers=True) sets buffers back when it skips a step.",
     if_taken="`if not scaler.last_step.skipped:`",
     records={
@@ -99,7 +94,6 @@ JAX: Final = Code(
     largest_x="`jnp.abs(x).max()`",
     weights_finite="all(jnp.isfinite(p).all() for p in jax.tree.leaves(params))",
     where="jnp.where",
-    clip="max_norm={norm}",
     clip_unscaled="Let the transformation clip: loss_scaled(optimizer, max_norm=...).",
     save_scale="Save and load opt_state with the parameters: it contains the scale.",
     reset_statistics="initialize the batch statistics again",
@@ -110,7 +104,6 @@ JAX: Final = Code(
     layer_in_float32="call what computes {name} as autocast(function, enabled=False), with inputs in float32",
     loss_in_float32="loss_fn(output.astype(jnp.float32), target)",
     from_logits="jax.nn.log_softmax, optax.softmax_cross_entropy or optax.sigmoid_binary_cross_entropy",
-    trace="Trace",
     restore="step(..., has_state=True) keeps the old statistics when it skips a step.",
     if_taken="`jnp.where(last_step(state).skipped, old, new)`",
     records={

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from statistics import median, median_low
 from typing import Any, Final
 
-from preamp.doctor.evidence import Record, Skips
+from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding, Severity
 from preamp.doctor.history import LATEST, SHORT, hardly_fell, number
 from preamp.doctor.snapshots import lost_words, needs_no_scale, saves_something
@@ -17,17 +17,13 @@ from preamp.record.exponents import exponent_of
 from preamp.record.formatting import of_steps, percent, power, powers
 from preamp.systems.dialects import Dialect
 
-FARTHEST_BACKOFF: Final = 2.0**-4
 LEAST_STEPS: Final = 10
-MANY: Final = 1 / 10
-"""A share of skipped steps that single overflows do not reach."""
 SHORTEST_INTERVAL: Final = 100
 MUCH: Final = 12
 """Powers of two of unused headroom at which digits are lost: the entries of a gradient span some 20, and the
 normal numbers of float16 span 30."""
+FAR: Final = 2.0**FEWEST
 FIRST_TRY: Final = 2.0**16
-
-# Skipped steps
 
 
 def wrong_start(record: Record) -> Finding | None:
@@ -50,159 +46,101 @@ def wrong_start(record: Record) -> Finding | None:
 
 def lost_scale(record: Record) -> Finding | None:
     """Find a scale that jumped up between two steps, as after a restart without the saved scale."""
-    for place, before in _jumps(record):
+    for place in range(len(record)):
+        scale, before = record.scales[place], record.new_scale[place - 1] if place else None
+        is_jump = record.resumed_at_start if place == 0 else before is not None and scale >= 4 * before
+        if not is_jump or not record.skipped[place]:
+            continue
         taken = record.skipped.find(0, place)
         skips = (len(record) if taken < 0 else taken) - place
-        if skips >= (FEWEST if place == 0 else 2):
-            origin = "" if before is None else f" from {power(before)}"
+        if skips < (FEWEST if place == 0 else 2):
+            continue
+        origin = "" if before is None else f" from {power(before)}"
+        return Finding(
+            kind="lost scale",
+            severity="warning",
+            sentence=f"At step {record.index[place]:,} the scale jumped{origin} to {power(scale)}, and "
+            f"{skips:,} steps were skipped until it was back: the run was resumed without its saved scale.",
+            advice=record.code.save_scale,
+            steps=record.numbers_of(range(place, place + skips)),
+            numbers={"scale": scale, "skipped": skips},
+        )
+    return None
+
+
+def often_skipped(record: Record) -> Finding | None:
+    """Find steps that are skipped again and again, and the first reason that explains enough of them."""
+    for kind, places, least, why, advice, settings in _reasons(record):
+        if len(places) >= least:
+            # Without amaxes, all gradients may have grown since the scale was higher.
+            is_guess = kind == "dragged down" and record.usual_headroom is None
             return Finding(
-                kind="lost scale",
-                severity="warning",
-                sentence=f"At step {record.index[place]:,} the scale jumped{origin} to "
-                f"{power(record.scales[place])}, and {skips:,} steps were skipped until it was back: the run "
-                "was resumed without its saved scale.",
-                advice=record.code.save_scale,
-                steps=record.numbers_of(range(place, place + skips)),
-                numbers={"scale": record.scales[place], "skipped": skips},
+                kind=kind,
+                severity="note" if is_guess else "warning",
+                sentence=f"{of_steps(len(places), len(record))} were skipped{why}.",
+                advice=advice,
+                verdict="cause" if settings else "unknown",
+                steps=record.numbers_of(places),
+                numbers={"skipped": len(places), "share": len(places) / len(record)},
+                settings=settings,
             )
     return None
 
 
-def _jumps(record: Record) -> Iterator[tuple[int, float | None]]:
-    """Yield skipped steps whose scale is not what the step before had set, each with that."""
-    if record.resumed_at_start:
-        yield 0, None
-    for place in range(1, len(record)):
-        before = record.new_scale[place - 1]
-        if before is not None and record.scales[place] >= 4 * before and record.skipped[place]:
-            yield place, before
+def _reasons(record: Record) -> Iterator[tuple[str, list[int], float, str, str, Mapping[str, Any]]]:
+    """Yield findings: the kind, its steps and how many are too many, the reason, advice and settings."""
+    policy, skips, hysteresis = record.policy, record.skips, getattr(record.policy, "hysteresis", 1)
+    longer: Mapping[str, Any] = {"growth_interval": Dynamic.growth_interval} if record.interval < RARE else {}
+    # Back off at the first overflow, grow after many steps, and start where this takes too long to reach.
+    reached = sorted(skip.after for skip in skips)[len(skips) // 10 :]
+    calmer = {
+        **longer,
+        **({"hysteresis": 1} if hysteresis > 1 else {}),
+        **({"tolerance": 1 / RARE} if isinstance(policy, Tolerant) else {}),
+        **({"init_scale": reached[0]} if reached and reached[0] >= FAR * record.scales[0] else {}),
+    }
 
+    often = max(FEWEST, OFTEN * len(record.settled))
 
-def slow(record: Record) -> Finding | None:
-    """Find a policy that waits for so many overflows that most of them change nothing."""
-    hysteresis = getattr(record.policy, "hysteresis", 1)
     places = [place for place, skipped in enumerate(record.skipped) if skipped]
-    lowered = sum(record.scales[place + 1] < record.scales[place] for place in places)
-    if hysteresis <= 2 or not _are_many(record, places) or 2 * lowered > len(places):
-        return None
-    why = f", and only {lowered:,} of them lowered the scale, because of hysteresis={hysteresis}."
-    advice = "Back off at every overflow."
-    return _skipped(record, "slow to back off", places, why, advice, _calmer(record, record.skips))
+    falls = [before / after for before, after in pairwise(record.scales) if after < before]
+    rule = policy.policy if isinstance(policy, Dialect) else policy
+    is_low = record.headroom is None or record.headroom >= FEWEST
+    is_far = rule is None or getattr(rule, "backoff_factor", 1.0) <= 1 / FAR
+    if is_low and is_far and falls and median(falls) >= FAR:
+        fall = powers(exponent_of(median(falls)))
+        why = f"; each overflow lowered the scale by {fall}, and it takes as many growths to recover"
+        yield "backs off too far", places, 1, why, "Halve it instead.", {"backoff_factor": 0.5}
+    if hysteresis > 2 and 2 * len(falls) <= len(places):
+        why = f", and only {len(falls):,} of them lowered the scale, because of hysteresis={hysteresis}"
+        yield "slow to back off", places, often, why, "Back off at every overflow.", calmer
 
+    places = [skip.place for skip in skips if skip.cause == "growth"]
+    every = f"every {record.interval:,.0f} clean steps it tries a scale that has failed before"
+    why = f" because the scale had just grown: {every}"
+    yield "oscillating", places, often, why, "Wait longer, or set a ceiling, max_scale.", calmer
 
-def oscillating(record: Record) -> Finding | None:
-    """Find a scale that grows again and again to where it has just failed."""
-    undone = record.skips.of("growth")
-    if not _are_many(record, undone):
-        return None
-    why = (
-        f" because the scale had just grown: every {record.interval:,.0f} clean steps it tries a scale that "
-        "has failed before."
-    )
-    advice = "Wait longer, or set a ceiling, max_scale."
-    return _skipped(record, "oscillating", _places(undone), why, advice, _calmer(record, undone))
+    places = [skip.place for skip in skips if skip.cause == "sudden" and skip.after < skip.scale]
+    pairs, headroom = zip(record.skipped, record.scales, strict=False), record.usual_headroom
+    worked = max((scale for was_skipped, scale in pairs if not was_skipped), default=0.0)
+    is_low = worked >= FAR * record.scales[-1] if headroom is None else headroom >= FEWEST
+    if is_low and record.rate(len(skips)) <= 10 * OFTEN:
+        moved = f"lowered the scale from {power(worked)} to {power(min(record.scales))}"
+        why = f": single steps overflowed at scales that had worked before, and {moved}"
+        advice = "Back off only at the second overflow in a row. Also look at the data of these steps."
+        yield "dragged down", places, FEWEST, why, advice, {"hysteresis": 2, **longer}
 
-
-def dragged(record: Record) -> Finding | None:
-    """Find single overflows that keep the scale far below what the other steps allow."""
-    sudden, unused = record.skips.of("sudden"), record.usual_headroom
-    if sum(skip.after < skip.scale for skip in sudden) < FEWEST or record.rate(len(record.skips)) > MANY:
-        return None
-    if unused is None:
-        worked = (scale for skipped, scale in zip(record.skipped, record.scales, strict=False) if not skipped)
-        unused = exponent_of(max(worked)) - exponent_of(record.scales[-1])
-    if unused < FEWEST:
-        return None
-    why = (
-        ": single steps overflowed at scales that had worked before, and lowered the scale from "
-        f"{power(max(record.of(record.settled)))} to {power(min(record.scales))}."
-    )
-    advice = "Back off only at the second overflow in a row. Also look at the data of these steps."
-    settings = {"hysteresis": 2, **_longer(record)}
-    return _skipped(record, "dragged down", _places(sudden), why, advice, settings)
-
-
-def too_high(record: Record) -> Finding | None:
-    """Find skipped steps that no other rule explains."""
-    skips, longer = record.skips, _longer(record)
-    if not _are_many(record, skips):
-        return None
-    settings: Mapping[str, Any] = {}
     advice = "Why, the record cannot tell: look at the data of these steps, and at the learning rate."
-    if isinstance(record.policy, Static):
-        advice, settings = "Use a dynamic scale.", {"init_scale": record.policy.scale}
-    elif isinstance(record.policy, Tolerant):
-        advice = f"The policy tolerates up to {percent(record.policy.tolerance)}. Tolerate less."
-        settings = _calmer(record, skips)
+    settings: Mapping[str, Any] = {}
+    if isinstance(policy, Static):
+        advice, settings = "Use a dynamic scale.", {"init_scale": policy.scale}
+    elif isinstance(policy, Tolerant):
+        advice = f"The policy tolerates up to {percent(policy.tolerance)}. Tolerate less."
+        settings = calmer
     elif longer and len(skips) < 3 * record.growths:
-        advice, settings = "The scale grows too soon. Wait longer.", longer
-    lowest = power(min(skip.scale for skip in skips))
-    why = f", at scales of {lowest} and above."
-    return _skipped(record, "too high", _places(skips), why, advice, settings)
-
-
-def _skipped(
-    record: Record, kind: str, places: Sequence[int], why: str, advice: str, settings: Mapping[str, Any]
-) -> Finding:
-    return Finding(
-        kind=kind,
-        severity="warning",
-        sentence=f"{of_steps(len(places), len(record))} were skipped{why}",
-        advice=advice,
-        verdict="cause" if settings else "unknown",
-        steps=record.numbers_of(places),
-        numbers={"skipped": len(places), "share": len(places) / len(record)},
-        settings=settings,
-    )
-
-
-def _places(skips: Skips) -> list[int]:
-    return [skip.place for skip in skips]
-
-
-def _are_many(record: Record, skips: Sized) -> bool:
-    return len(skips) >= max(FEWEST, OFTEN * len(record.settled))
-
-
-def _longer(record: Record) -> Mapping[str, Any]:
-    return {"growth_interval": Dynamic.growth_interval} if record.interval < RARE else {}
-
-
-def _calmer(record: Record, skips: Skips) -> Mapping[str, Any]:
-    """Return the settings of a policy that backs off at the first overflow, and grows after many steps."""
-    settings = dict(_longer(record))
-    if isinstance(record.policy, Tolerant):
-        settings["tolerance"] = 1 / RARE
-    elif getattr(record.policy, "hysteresis", 1) > 1:
-        settings["hysteresis"] = 1
-    reached = sorted(skip.after for skip in skips)
-    level = reached[len(reached) // 10] if reached else 0.0
-    if level >= 2.0**FEWEST * record.scales[0]:  # where the scale would not come with longer intervals
-        settings["init_scale"] = level
-    return settings
-
-
-def backs_off_too_far(record: Record) -> Finding | None:
-    """Find single overflows that each lower the scale by many powers of two."""
-    rule = record.policy.policy if isinstance(record.policy, Dialect) else record.policy
-    if rule is not None and getattr(rule, "backoff_factor", 1.0) > FARTHEST_BACKOFF:
-        return None
-    falls = [scale / after for scale, after in pairwise(record.scales) if after < scale]
-    if not falls or median(falls) * FARTHEST_BACKOFF < 1.0:
-        return None
-    fall = exponent_of(median(falls))
-    return Finding(
-        kind="backs off too far",
-        severity="warning",
-        sentence=f"Each overflow lowered the scale by {powers(fall)}, and it takes as many growths to "
-        "recover.",
-        advice="Halve it instead.",
-        numbers={"powers": fall, "times": len(falls)},
-        settings={"backoff_factor": 0.5},
-    )
-
-
-# Unused headroom
+        advice, settings = "Wait longer before the scale grows.", longer
+    why = f", at scales of {power(min((skip.scale for skip in skips), default=0.0))} and above"
+    yield "too high", [skip.place for skip in skips], often, why, advice, settings
 
 
 def not_scaled(record: Record) -> Finding | None:
@@ -225,7 +163,7 @@ def not_scaled(record: Record) -> Finding | None:
         sentence=f"The loss was not scaled in {band.name} (the scale was 1)"
         + (f", {powers(record.headroom)} of headroom unused" if record.headroom else "")
         + (f", and {percent(zeros)} of the gradient entries are exactly zero." if zeros else ".")
-        + lost_words(record.snapshot, _advised(start)),
+        + lost_words(record.snapshot),
         advice="Use a loss scale." if is_known else if_low(record),
         numbers={"zeros": zeros},
         settings={"init_scale": start.pop("scale", FIRST_TRY), **start},
@@ -252,19 +190,23 @@ def too_low(record: Record) -> Finding | None:
     is_held = 2 * scales.count(ceiling or 0.0) >= len(scales) and not record.fell_early(usual)
     if is_held:
         settings = {**settings, "max_scale": highest}
-    losses = record.loss.finite()
+    losses = [*map(abs, record.loss.finite())]
     # Gradients are small where hardly any loss is left, and losing digits matters little then.
-    has_converged = len(losses) >= SHORT and abs(median(losses[-LATEST:])) <= OFTEN * abs(
-        median(losses[:LATEST])
-    )
+    has_converged = len(losses) >= SHORT and median(losses[-LATEST:]) <= OFTEN * median(losses[:LATEST])
     is_much = record.headroom >= MUCH and not has_converged
+    start = settings.get("scale") or settings.get("init_scale") or 0.0
+    advice = "The gradients shrink: let the scale grow sooner, or follow their amaxes with Headroom()."
+    if is_held:
+        advice = "Raise the ceiling."
+    elif start > usual:
+        advice = f"Start higher, at {power(start)}: one power of two, as a margin, below what they allow."
     return Finding(
         kind="at the ceiling" if is_held else "too low",
         severity="warning" if is_much else "note",
         sentence=f"At {power(usual)}{', its max_scale' if is_held else ''}, the scale is "
         f"{powers(record.headroom)} below {power(highest)}, the highest that all late steps allow."
-        f"{lost_words(record.snapshot, _advised(settings))}",
-        advice="Raise the ceiling." if is_held else _higher_words(settings, usual),
+        f"{lost_words(record.snapshot, settings.get('max_scale') or start or None)}",
+        advice=advice,
         numbers={"headroom": record.headroom, "scale": usual},
         settings=settings,
     )
@@ -287,8 +229,8 @@ def _loss_below_normal(record: Record) -> Finding | None:
         kind="too low",
         severity="warning",
         sentence=f"The loss began at {number(first)} and has not fallen by half. Times a scale of at most "
-        f"{power(highest)}, it is below {record.band.name}'s smallest normal number, "
-        f"{power(record.band.normal)}: most gradients lose digits there, or round to zero.",
+        f"{power(highest)}, it is below {record.band.name}'s smallest normal number: most gradients lose "
+        "digits there, or round to zero.",
         advice=if_low(record),
         numbers={"loss": first, "scale": highest},
         settings={"init_scale": FIRST_TRY},
@@ -327,16 +269,3 @@ def _higher_start(record: Record) -> Mapping[str, Any]:
         **({"growth_interval": interval} if interval < record.interval else {}),
         **({"max_scale": needed} if ceiling < needed else {}),
     }
-
-
-def _higher_words(settings: Mapping[str, Any], now: float) -> str:
-    """Return the advice that goes with the settings of `_higher_start`."""
-    start = settings.get("scale") or settings.get("init_scale")
-    if start is not None and start > now:
-        return f"Start higher, at {power(start)}: one power of two, as a margin, below what they allow."
-    return "The gradients shrink: let the scale grow sooner, or follow their amaxes with Headroom()."
-
-
-def _advised(settings: Mapping[str, Any]) -> float | None:
-    """Return the scale that some settings lead to in the second half of a run, where they set one."""
-    return settings.get("max_scale") or settings.get("scale") or settings.get("init_scale")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
-from typing import Final, NamedTuple
+from typing import Final
 
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import Finding
@@ -18,34 +18,18 @@ from preamp.record.snapshots import Snapshot, SnapshotRow, owner
 SHOWN: Final = 5  # names in a sentence
 FEW: Final = 1 / 1000
 """A smaller share of lost entries is ignored."""
-WIDE: Final = 1e30
-"""A format that can hold such values has the range of float32."""
 FAR: Final = 4
 """If one module is this many powers of two above all others, it should run in float32."""
 
 
-class Lost(NamedTuple):
-    """Shares of the entries of flows and gradients, from 0 to 1.
-
-    Attributes:
-        zeros: exactly zero when counted, for whatever reason.
-        flushed: round to zero in the low dtype.
-        subnormal: become subnormal and lose digits.
-    """
-
-    zeros: float
-    flushed: float
-    subnormal: float
-
-
-def lost(snapshot: Snapshot, scale: float | None = None) -> Lost:
-    """Return what is lost at a scale; None for the step's own."""
+def lost(snapshot: Snapshot, scale: float | None = None) -> tuple[float, float, float]:
+    """Return which shares of gradient entries are exactly zero, round to zero and lose digits at a scale."""
     rows = (row.histogram for row in snapshot.rows if row.what != "activation")
     values = reduce(add, rows, ExponentHistogram())
     shift = 0 if scale is None else exponent_of(scale) - exponent_of(snapshot.scale)
     total, nonzero = max(values.total, 1), values.nonzero
     flushed, subnormal = values.flushed(snapshot.band, shift), values.subnormal(snapshot.band, shift)
-    return Lost(values.zeros / total, flushed * nonzero / total, subnormal * nonzero / total)
+    return values.zeros / total, flushed * nonzero / total, subnormal * nonzero / total
 
 
 def norm_of(snapshot: Snapshot) -> float:
@@ -63,21 +47,16 @@ def saves_something(snapshot: Snapshot | None) -> bool | None:
     """Return whether a higher scale would save anything; None without a snapshot."""
     if snapshot is None:
         return None
-    return _flushed_whole(snapshot) or lost(snapshot).flushed + lost(snapshot).subnormal >= FEW
-
-
-def _flushed_whole(snapshot: Snapshot) -> bool:
-    """Return whether some gradients are all zero, and a scale that is too low may be the reason.
-
-    It is not the reason where the module's outputs are all zeros, nor where no other gradient is close to the
-    smallest numbers of the format.
-    """
+    if sum(lost(snapshot)[1:]) >= FEW:
+        return True
+    # Some gradients may have been lost whole. They were not if the module's outputs are all zeros, nor if no
+    # other gradient is close to the smallest numbers of the format.
     outputs: dict[str | None, int] = {
         row.name: row.histogram.nonzero for row in snapshot.rows if row.what == "activation"
     }
     rows = [row for row in snapshot.rows if row.direction == "backward"]
-    alive = [row.histogram.low for row in rows if row.histogram.nonzero]
-    return (not alive or min(alive) <= exponent_of(snapshot.band.normal)) and any(
+    lowest = min((row.histogram.low for row in rows if row.histogram.nonzero), default=-math.inf)
+    return lowest <= exponent_of(snapshot.band.normal) and any(
         row.histogram.zeros and not row.histogram.nonzero and outputs.get(owner(row.name, outputs)) != 0
         for row in rows
     )
@@ -97,21 +76,21 @@ def lost_words(snapshot: Snapshot | None, scale: float | None = None) -> str:
     """
     if snapshot is None:
         return ""
-    now, best = lost(snapshot), scale or best_scale(snapshot)
+    zeros, flushed, subnormal = map(percent, lost(snapshot))
     words = (
-        f" At {power(snapshot.scale)}, {percent(now.zeros)} of the gradient entries are exactly zero, "
-        f"{percent(now.flushed)} round to zero and {percent(now.subnormal)} lose digits"
+        f" At {power(snapshot.scale)}, {zeros} of the gradient entries are exactly zero, {flushed} round to "
+        f"zero and {subnormal} lose digits"
     )
+    best = scale or best_scale(snapshot)
     if best is not None and best != snapshot.scale:
-        then = lost(snapshot, best)
-        words += f"; at {power(best)}, {percent(then.flushed)} would round to zero and "
-        words += f"{percent(then.subnormal)} lose digits"
+        _, flushed, subnormal = map(percent, lost(snapshot, best))
+        words += f"; at {power(best)}, {flushed} would round to zero and {subnormal} lose digits"
     return f"{words}."
 
 
 def needs_no_scale(band: Band) -> bool:
     """Return whether a format has the range of float32."""
-    return band.largest > WIDE
+    return band.largest > 1e30
 
 
 def overflowed(record: Record) -> Finding | None:

@@ -26,15 +26,16 @@ def spikes(record: Record) -> Finding | None:
     if not places:
         return None
     count, share, run = len(places), len(places) / len(record), _longest_run(places)
+    of = Counter[str](spike.of for spike in record.spikes.values())
+    causes = " and the ".join(f"{word} ({of[name]:,})" for name, word in CAUSES.items() if of[name])
     sentence = (
-        f"The guard skipped {of_steps(count, len(record))} because of the {_causes(record)}; "
+        f"The guard skipped {of_steps(count, len(record))} because of the {causes}; "
         f"longest run: {len(run):,}; steps {first_of(record, places)}."
     )
     is_often, is_run = share >= OFTEN and count >= FEWEST, len(run) >= LONG_RUN
     is_last = is_run and run[-1] == len(record) - 1
     if is_run:
-        end = ", and the trace ends during that run" if is_last else ""
-        sentence = f"{sentence} That run began at step {record.index[run[0]]:,}{end}."
+        sentence = f"{sentence} That run began at step {record.index[run[0]]:,}."
     is_problem = is_last or (share >= NEARLY_ALL and count >= LONG_RUN)
     return Finding(
         kind="a long run of spikes" if is_run else "many spikes" if is_often else "spikes",
@@ -44,13 +45,6 @@ def spikes(record: Record) -> Finding | None:
         numbers={"spikes": count, "share": share, "longest_run": len(run)},
         steps=record.numbers_of(places),
     )
-
-
-def _causes(record: Record) -> str:
-    of = Counter[str](spike.of for spike in record.spikes.values())
-    if len(of) == 1:
-        return CAUSES[next(iter(of))]
-    return " and the ".join(f"{word} ({of[name]:,})" for name, word in CAUSES.items())
 
 
 def _longest_run(places: Sequence[int]) -> list[int]:
