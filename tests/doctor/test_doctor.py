@@ -101,16 +101,6 @@ def test_the_advice_takes_the_finding_away(name: str) -> None:
     assert kind not in kinds(diagnose(simulate(better, process)))
 
 
-@pytest.mark.parametrize("name", SICK)
-def test_the_line_and_the_flags_make_the_rule_that_is_advised(name: str) -> None:
-    found = examined(name)
-    found.record.trace.about["command"] = "preamp train"
-    better, line = found.better(), found.remedy()
-    code, _, flags = line.removeprefix("Write policy=").removesuffix(".").partition(", or ")
-    assert quietly_evaluated(code) == better
-    assert chosen_by(flags) == better
-
-
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_is_left_alone(name: str) -> None:
     policy, process = HEALTHY[name]

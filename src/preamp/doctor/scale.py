@@ -135,8 +135,7 @@ def _reasons(record: Record) -> Iterator[tuple[str, list[int], float, str, str, 
     if isinstance(policy, Static):
         advice, settings = "Use a dynamic scale.", {"init_scale": policy.scale}
     elif isinstance(policy, Tolerant):
-        advice = f"The policy tolerates up to {percent(policy.tolerance)}. Tolerate less."
-        settings = calmer
+        advice, settings = f"The policy tolerates up to {percent(policy.tolerance)}. Tolerate less.", calmer
     elif longer and len(skips) < 3 * record.growths:
         advice, settings = "Wait longer before the scale grows.", longer
     why = f", at scales of {power(min((skip.scale for skip in skips), default=0.0))} and above"
@@ -188,8 +187,6 @@ def too_low(record: Record) -> Finding | None:
     usual, highest = median_low(scales), _scale(exponent_of(median_low(scales)) + record.headroom)
     ceiling = getattr(record.policy, "max_scale", None)
     is_held = 2 * scales.count(ceiling or 0.0) >= len(scales) and not record.fell_early(usual)
-    if is_held:
-        settings = {**settings, "max_scale": highest}
     losses = [*map(abs, record.loss.finite())]
     # Gradients are small where hardly any loss is left, and losing digits matters little then.
     has_converged = len(losses) >= SHORT and median(losses[-LATEST:]) <= OFTEN * median(losses[:LATEST])
@@ -197,9 +194,10 @@ def too_low(record: Record) -> Finding | None:
     start = settings.get("scale") or settings.get("init_scale") or 0.0
     advice = "The gradients shrink: let the scale grow sooner, or follow their amaxes with Headroom()."
     if is_held:
-        advice = "Raise the ceiling."
+        advice, settings = "Raise the ceiling.", {**settings, "max_scale": highest}
     elif start > usual:
-        advice = f"Start higher, at {power(start)}: one power of two, as a margin, below what they allow."
+        these = "all steps" if "scale" in settings else "the first steps"
+        advice = f"Start higher, at {power(start)}: one power of two, as a margin, below what {these} allow."
     return Finding(
         kind="at the ceiling" if is_held else "too low",
         severity="warning" if is_much else "note",
