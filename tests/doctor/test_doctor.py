@@ -27,7 +27,7 @@ from preamp import (
 )
 from preamp.cli.app import app
 from preamp.doctor import Diagnosis, best_scale, diagnose, lost_words
-from preamp.record.exponents import BANDS, ExponentHistogram
+from preamp.record.exponents import ExponentHistogram
 from preamp.simulation.processes import Drifting, Process, Spiky, Stationary
 from tests.strategies import RULES, policies, quietly, scripts
 
@@ -99,16 +99,6 @@ def test_the_advice_takes_the_finding_away(name: str) -> None:
     better = examined(name).better(finding)
     assert better is not None
     assert kind not in kinds(diagnose(simulate(better, process)))
-
-
-@pytest.mark.parametrize("name", SICK)
-def test_the_line_and_the_flags_make_the_rule_that_is_advised(name: str) -> None:
-    found = examined(name)
-    found.record.trace.about["command"] = "preamp train"
-    better, line = found.better(), found.remedy()
-    code, _, flags = line.removeprefix("Write policy=").removesuffix(".").partition(", or ")
-    assert quietly_evaluated(code) == better
-    assert chosen_by(flags) == better
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -205,7 +195,7 @@ def test_a_loss_that_is_not_scaled_is_found_where_it_matters(about: dict[str, An
 def test_a_run_too_short_to_judge_is_not_called_well() -> None:
     (finding,) = diagnose(simulate(Dynamic(), [True, False, False])).findings
     assert (finding.kind, finding.severity) == ("too few", "note")
-    assert finding.sentence.startswith("1 of 3 steps (33 %) were skipped")
+    assert finding.sentence.startswith("1 of 3 steps (33 %) overflowed")
 
 
 def test_no_steps_are_no_finding() -> None:
@@ -217,7 +207,7 @@ def test_steps_without_a_scale_are_counted_and_snapshots_without_steps_are_read(
     assert "None of the 3 steps" in lost.findings[0].sentence
     alone = Trace()
     alone.add_snapshot(Snapshot(0, 1.0, "float16", (row("a", "flow", -6, (1,)),)))
-    assert kinds(diagnose(alone)) == ["no steps", "limit", "bfloat16"]
+    assert kinds(diagnose(alone)) == ["no steps", "limit"]
 
 
 def test_advice_stays_within_what_a_scale_can_be() -> None:
@@ -369,9 +359,9 @@ def test_what_a_module_limits_and_whether_it_does_so_alone() -> None:
     (finding,) = [f for f in diagnose(looked_at(*rows)).findings if f.kind == "limit"]
     assert finding.numbers == {"headroom": 12, "alone": 8}
     assert finding.sentence.startswith(
-        "Module body.1 limits the scale: at step 2,999 the largest gradient of its output"
+        "Module body.1 limits the scale: at step 2,999 the largest value in the gradient of its output"
     )
-    assert "autocast(enabled=False)" in finding.advice
+    assert "enabled=False): y = model.body[1](x.float())" in finding.advice
 
 
 @pytest.mark.parametrize(("nans", "said"), [(0, "was the first with"), (None, "had")])
@@ -381,19 +371,8 @@ def test_who_overflows_first_is_taken_from_snapshots(nans: int | None, said: str
     trace = looked_at(*(one._replace(nans=nans) for one in rows))
     (finding,) = [f for f in diagnose(trace).findings if f.kind == "overflows first"]
     assert finding.sentence == (
-        f"In 1 of 1 snapshots of overflows, the gradient of the output of module late {said} inf "
-        "or NaN, in backward."
+        f"In 1 of 1 snapshots of overflows, module late {said} inf or NaN, in the gradient of its output."
     )
-
-
-@pytest.mark.parametrize(("low", "does"), [(-100, True), (-150, False)])
-def test_bfloat16_would_do_where_its_range_does(low: int, does: bool) -> None:
-    trace = looked_at(row("a", "flow", low, (5, *(0,) * 20, 5)))
-    (finding,) = [f for f in diagnose(trace).findings if f.kind == "bfloat16"]
-    assert ("would work without a scale" in finding.sentence) == does
-    assert "8 significant bits" in finding.sentence
-    shifted = trace.snapshots[0].rows[0].histogram.shifted(-8)
-    assert finding.numbers["flushed"] == shifted.flushed(BANDS["bfloat16"])
 
 
 def test_no_snapshot_has_no_words() -> None:

@@ -15,7 +15,7 @@ from preamp.policy.registry import RULES
 from preamp.record.formatting import kebab
 from preamp.systems.dialects import ALL, Dialect
 
-PLAIN_BELOW = 2.0**10  # powers of two up to here are written as plain numbers
+KINDS: Mapping[str, Any] = {**RULES, "Compat": Compat}
 
 
 def recorded_policy(text: object) -> Policy[Any] | None:
@@ -25,34 +25,22 @@ def recorded_policy(text: object) -> Policy[Any] | None:
     100
     """
     try:
-        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of text that may be anything
-            return _evaluated(ast.parse(str(text), mode="eval").body)
+        with warnings.catch_warnings(action="ignore"):  # the run itself warned of what is inexact
+            found = _evaluated(ast.parse(str(text), mode="eval").body)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, PolicyError):
         return None
+    return found if isinstance(found, Policy) else None
 
 
-def _evaluated(node: ast.expr) -> Policy[Any] | None:
-    """Return the policy of an expression: a name of ours, perhaps called with literals. Runs nothing else."""
-    if not isinstance(node, ast.Call):
-        return _named(node) if isinstance(node, ast.Attribute) else None
-    make: Any = _named(node.func)
-    # The run itself warned of what is inexact.
-    with warnings.catch_warnings(action="ignore", category=InexactScale):
-        settings = {str(word.arg): _value(word.value) for word in node.keywords}
-        return make and make(*map(ast.literal_eval, node.args), **settings)  # type: ignore[no-any-return]
-
-
-def _value(node: ast.expr) -> Any:
-    """Return a literal, or the `Compat` of literals."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == Compat.__name__:
-        return Compat(**{str(word.arg): ast.literal_eval(word.value) for word in node.keywords})
-    return ast.literal_eval(node)
-
-
-def _named(node: ast.expr) -> Any:
+def _evaluated(node: ast.expr) -> Any:
+    """Return the value of a literal, or of a name of ours, perhaps called. Runs nothing else."""
     if isinstance(node, ast.Attribute):
         return ALL.get(node.attr)
-    return RULES.get(node.id) if isinstance(node, ast.Name) else None
+    if isinstance(node, ast.Call):
+        make: Any = KINDS.get(node.func.id) if isinstance(node.func, ast.Name) else _evaluated(node.func)
+        settings = {str(word.arg): _evaluated(word.value) for word in node.keywords}
+        return make(*map(_evaluated, node.args), **settings)
+    return ast.literal_eval(node)
 
 
 def changed(policy: Policy[Any] | None, settings: Mapping[str, Any]) -> Policy[Any]:
@@ -66,28 +54,23 @@ def changed(policy: Policy[Any] | None, settings: Mapping[str, Any]) -> Policy[A
     known, usual = before.get_config(), Dynamic().get_config()
     with warnings.catch_warnings(action="ignore", category=InexactScale):
         if set(settings) <= set(known):
-            # A setting that imitates how another system rounds is of no use in the line to write.
-            plain = {}
-            if isinstance(before, Moving):
-                plain["compat"] = replace(before.compat, factor_dtype=Compat.factor_dtype)
-            return replace(before, **_within_bounds(known, {**plain, **settings}))
+            if isinstance(before, Moving):  # how another system rounds is of no use in the line to write
+                known["compat"] = replace(before.compat, factor_dtype=Compat.factor_dtype)
+            return replace(before, **_within_bounds(known, settings))
         if "scale" in known:  # a constant scale becomes a dynamic one
             settings = {"init_scale": settings.get("scale", known["scale"]), **settings}
-        settings = {name: value for name, value in settings.items() if name in usual}
-        return Dynamic(**_within_bounds({name: known.get(name, usual[name]) for name in usual}, settings))
+        held = _within_bounds({**usual, **known}, settings)
+        return Dynamic(**{name: held[name] for name in usual})
 
 
 def _within_bounds(known: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with the first scale between the bounds."""
     held = {**known, **settings}
-    first, low, high = (held.get(name) for name in ("init_scale", "min_scale", "max_scale"))
-    if first is not None and low is not None and "min_scale" not in settings:
-        held["min_scale"] = min(low, first)
-    if first is not None and high is not None:
-        name, value = (
-            ("init_scale", min(first, high)) if "max_scale" in settings else ("max_scale", max(first, high))
-        )
-        held[name] = value
+    if "init_scale" in held:
+        first = held["init_scale"] = min(held["init_scale"], settings.get("max_scale", math.inf))
+        for name, farther in (("min_scale", min), ("max_scale", max)):
+            if held.get(name) is not None:
+                held[name] = farther(held[name], first)
     return held
 
 
@@ -102,23 +85,20 @@ def as_code(policy: Policy[Any]) -> str:
 
 
 def as_flags(policy: Policy[Any], settings: Mapping[str, Any]) -> str:
-    """Return the command-line flags for a policy; "" where there are none.
+    """Return the command-line flags for a policy with some settings changed; "" where there are none.
 
     >>> as_flags(Dynamic(init_scale=2.0**24), {"growth_interval": 2000})
     '--policy.init-scale 16777216 --policy.growth-interval 2000'
     """
-    name = type(policy).__name__
-    if RULES.get(name) is not type(policy) or any(
-        isinstance(value, Compat) for value in _non_defaults(policy).values()
-    ):
+    name, shown = type(policy).__name__, _non_defaults(policy)
+    if name not in RULES or "compat" in shown:
         return ""
-    shown = {
-        **_non_defaults(policy),
-        **{name: getattr(policy, name) for name in settings if hasattr(policy, name)},
-    }
-    rule = [] if isinstance(policy, Dynamic) else [f"--rule {kebab(name)}"]
-    words = [f"--policy.{name.replace('_', '-')} {_word(value)}" for name, value in shown.items()]
-    return " ".join([*rule, *words])
+    shown |= {name: value for name, value in policy.get_config().items() if name in settings}
+    rule = "" if isinstance(policy, Dynamic) else f"--rule {kebab(name)} "
+    flags = (
+        f"--policy.{name.replace('_', '-')} {str(value).removesuffix('.0')}" for name, value in shown.items()
+    )
+    return rule + " ".join(flags)
 
 
 def _non_defaults(policy: Policy[Any]) -> dict[str, Any]:
@@ -128,12 +108,5 @@ def _non_defaults(policy: Policy[Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> str:
-    if isinstance(value, float) and 0.0 < value < math.inf and math.frexp(value)[0] == 0.5:
-        is_plain = 1.0 <= value <= PLAIN_BELOW
-        return repr(value) if is_plain else f"2.0**{math.frexp(value)[1] - 1}"
-    return repr(value)
-
-
-def _word(value: Any) -> str:
-    is_whole = isinstance(value, float) and value.is_integer() and value < 1e15
-    return str(int(value)) if is_whole else str(value)
+    is_large = isinstance(value, float) and not 1.0 <= value <= 1024.0
+    return f"2.0**{math.frexp(value)[1] - 1}" if is_large and math.frexp(value)[0] == 0.5 else repr(value)

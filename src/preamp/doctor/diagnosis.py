@@ -6,48 +6,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from preamp.doctor import answers, scale, snapshots
 from preamp.doctor.advice import as_code, as_flags, changed
-from preamp.doctor.answers import (
-    did_not_fall,
-    failed,
-    lost_steps,
-    no_progress,
-    poisoned_buffers,
-    risen_for_good,
-    risen_loss,
-)
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import OFTEN, Finding
-from preamp.doctor.scale import (
-    NEARLY_ALL,
-    at_ceiling,
-    backs_off_too_far,
-    dragged,
-    lost_scale,
-    not_scaled,
-    oscillating,
-    slow,
-    too_high,
-    too_low,
-    wrong_start,
-)
-from preamp.doctor.snapshots import bfloat16_would_do, limited, needs_no_scale, overflowed
-from preamp.doctor.spikes import spikes
+from preamp.doctor.spikes import NEARLY_ALL, spikes
 from preamp.policy import Moving, Policy
 from preamp.record.formatting import of_steps, power, powers
-from preamp.record.trace import Summary, Trace
+from preamp.record.trace import Trace
 from preamp.simulation.processes import Recorded, has_amax
 from preamp.simulation.simulate import simulate
 
 Rule = Callable[[Record], Finding | None]
-NO_STEPS = "There are no steps in this record."
 WORST_FIRST = ("problem", "warning", "fine", "note")
 
-DAMAGED: tuple[Rule, ...] = (lost_scale, lost_steps, risen_loss, backs_off_too_far)
-"""Of each group only the first finding is reported."""
-SKIPPED: tuple[Rule, ...] = (slow, oscillating, dragged, too_high)
-UNUSED: tuple[Rule, ...] = (at_ceiling, too_low)
-SNAPSHOTS: tuple[Rule, ...] = (overflowed, limited, bfloat16_would_do)
+SNAPSHOTS: tuple[Rule, ...] = (snapshots.overflowed, snapshots.limited)
 
 
 @dataclass(frozen=True)
@@ -79,21 +52,17 @@ class Diagnosis:
 
     def better(self, finding: Finding | None = None) -> Policy[Any] | None:
         """Return the policy that fixes a finding, or all; None if no setting would."""
-        settings = self.settings if finding is None else finding.settings
+        settings = (finding or self).settings
         return changed(self.policy, settings) if settings else None
 
     def remedy(self, finding: Finding | None = None) -> str:
-        """Return the line to write for a finding, or for all; "" if there is none.
-
-        For a run of the `preamp` command, it includes the flags that do the same.
-        """
+        """Return the line to write, for `preamp` also as flags, for a finding or for all; "" if none."""
         policy = self.better(finding)
         if policy is None:
             return ""
-        settings = self.settings if finding is None else finding.settings
         by_command = str(self.record.trace.about.get("command", "")).startswith("preamp ")
-        flags = as_flags(policy, settings) if by_command else ""
-        return f"Write policy={as_code(policy)}{f', or {flags}' if flags else ''}."
+        flags = as_flags(policy, (finding or self).settings) if by_command else ""
+        return f"Write policy={as_code(policy)}{flags and f', or {flags}'}."
 
     def to_json(self) -> dict[str, Any]:
         """Return the diagnosis as values that JSON can hold; `version` counts changes of this form."""
@@ -107,17 +76,12 @@ class Diagnosis:
         }
 
     def search(self) -> str:
-        """Return the command that finds the operation at fault; "" if none of the findings is about one.
-
-        For Keras and TensorFlow there is none: the command runs functions of PyTorch and JAX.
-        """
+        """Return the command that finds the operation at fault; "" if none of the findings is about one."""
         flags = self.record.code.blame
         if flags is None or not any(finding.operation for finding in self.findings):
             return ""
-        return (
-            f"preamp blame MODULE:FUNCTION --dtype {self.record.band.name}{flags} says which operation of "
-            "your step loses accuracy."
-        )
+        command = f"preamp blame MODULE:FUNCTION --dtype {self.record.band.name}{flags}"
+        return f"{command} says which operation of your step loses accuracy."
 
     def rehearsal(self) -> str:
         """Return what the better policy would do with the recorded amaxes; "" if there are none."""
@@ -160,115 +124,76 @@ def _consistent(found: Iterable[Finding]) -> Iterator[Finding]:
     """
     advised: dict[str, Any] = {}
     for finding in found:
-        kept = {}
-        for name, value in finding.settings.items():
-            setting = "init_scale" if name == "scale" else name  # a constant scale is a first scale as well
-            if advised.setdefault(setting, value) == value:
-                kept[name] = value
+        kept = {
+            name: value
+            for name, value in finding.settings.items()
+            # A constant scale is a first scale as well.
+            if advised.setdefault("init_scale" if name == "scale" else name, value) == value
+        }
         if kept or not finding.settings:
-            yield finding if len(kept) == len(finding.settings) else replace(finding, settings=kept)
+            yield replace(finding, settings=kept)
 
 
 def _findings(record: Record) -> list[Finding]:
     if not len(record):
-        return [_no_steps(record), *_all(SNAPSHOTS, record)]
-    if broken := _first((failed, risen_for_good, never_scaled, no_progress), record):
+        sentence = f"None of the {len(record.trace):,} steps in this record has a scale that can be used."
+        return [Finding(kind="no steps", severity="note", sentence=sentence), *_all(SNAPSHOTS, record)]
+    unscaled = _all((scale.not_scaled,), record)
+    flushed = [finding for finding in unscaled if finding.severity == "problem"]
+    failed = _all((answers.failed, answers.risen_for_good), record)
+    if broken := failed or flushed or _all((answers.no_progress,), record):
         # A run that does not train at all needs no advice on how to train better.
-        return [*broken, *_all((poisoned_buffers, spikes), record)]
-    if unscaled := _first((not_scaled,), record):
+        return [broken[0], *_all((answers.poisoned_buffers, spikes), record)]
+    if unscaled:
         return [*unscaled, *_all((spikes, *SNAPSHOTS), record)]
-    groups: tuple[tuple[Rule, ...], ...] = ((wrong_start,), SKIPPED, UNUSED)
-    if record.opening_is_lost:  # the scale fell for other reasons than the size of the gradients
-        groups = (SKIPPED,)
-    if len(record.spikes) >= NEARLY_ALL * len(record):  # of so few clean steps the scale could not grow
-        groups = tuple(rules for rules in groups if rules is not UNUSED)
-    damaged = _first(DAMAGED, record)
-    if any(2 * len(finding.steps) > len(record.skips) for finding in damaged):
-        groups = tuple(rules for rules in groups if rules is not SKIPPED)  # these steps are explained
-    found = [*_all((poisoned_buffers,), record), *damaged]
-    found += [found for rules in groups for found in _first(rules, record)]
+    damaged = _all((scale.lost_scale, answers.lost_steps, answers.risen_loss), record)[:1]
+    found = [*_all((answers.poisoned_buffers,), record), *damaged]
+    is_lost = record.opening_is_lost  # the scale fell for other reasons than the size of the gradients
+    if not is_lost:
+        found += _all((scale.wrong_start,), record)
+    if all(2 * len(finding.steps) <= len(record.skips) for finding in damaged):  # or they are explained
+        found += _all((scale.often_skipped,), record)
+    if not is_lost and len(record.spikes) < NEARLY_ALL * len(record):  # else the scale could not grow
+        found += _all((scale.too_low,), record)
     spiked = _all((spikes,), record)
     if not found and not any(finding.severity == "problem" for finding in spiked):
         found = [_healthy(record)]
-    return [*found, *spiked, *_all((did_not_fall, *SNAPSHOTS), record)]
-
-
-def never_scaled(record: Record) -> Finding | None:
-    """Find a loss that was not scaled, where gradients are lost because of it."""
-    found = not_scaled(record)
-    return found if found and found.severity == "problem" else None
-
-
-def _no_steps(record: Record) -> Finding:
-    count = len(record.trace)
-    sentence = f"None of the {count:,} steps has a scale that can be used." if count else NO_STEPS
-    return Finding(kind="no steps", severity="note", sentence=sentence)
+    return [*found, *spiked, *_all((answers.did_not_fall, *SNAPSHOTS), record)]
 
 
 def _all(rules: Iterable[Rule], record: Record) -> list[Finding]:
     return [finding for rule in rules if (finding := rule(record))]
 
 
-def _first(rules: Iterable[Rule], record: Record) -> list[Finding]:
-    return next(([finding] for rule in rules if (finding := rule(record))), [])
-
-
 def _healthy(record: Record) -> Finding:
-    summary = record.summary
-    if needs_no_scale(record.band) and summary.max_scale == 1.0:
-        return Finding(kind="healthy", severity="fine", sentence=f"{record.band.name} needs no loss scale.")
-    overflows = summary.skipped - summary.spikes
-    if overflows >= OFTEN * summary.steps:
-        return _too_few(overflows, summary.steps)
-    is_unscaled = summary.min_scale == summary.max_scale == 1.0 and not isinstance(record.policy, Moving)
-    if is_unscaled and record.headroom is None:
-        return _not_measured(record, overflows)
-    low, high = power(summary.min_scale), power(summary.max_scale)
-    moved = f"stayed at {low}" if low == high else f"moved between {low} and {high}"
-    return Finding(
-        kind="healthy",
-        severity="fine",
-        sentence=f"Nothing is wrong with the scale: "
-        f"{of_steps(overflows, summary.steps)} {_skipped_words(summary)} while it {moved}."
-        f"{_headroom_words(record)}",
-        numbers={"skipped": overflows, "steps": summary.steps, "headroom": record.headroom or 0},
-    )
-
-
-def _not_measured(record: Record, overflows: int) -> Finding:
-    """Say that nothing is known about a loss that was not scaled."""
-    name = record.band.name
-    return Finding(
-        kind="not measured",
-        severity="note",
-        sentence="The loss was not scaled (the scale was 1), and "
-        f"{of_steps(overflows, record.summary.steps)} {_skipped_words(record.summary)}. Whether small "
-        f"gradients round to zero in {name} is unknown without recorded amaxes of gradients or snapshots.",
-        advice=f"If the model computes in {name}, use a loss scale. If not, say so: "
-        f'{record.code.trace}(precision="float32").',
-        numbers={"skipped": overflows, "steps": record.summary.steps},
-    )
-
-
-def _skipped_words(summary: Summary) -> str:
-    return "overflowed" if summary.spikes else "were skipped"
-
-
-def _too_few(skipped: int, steps: int) -> Finding:
-    return Finding(
-        kind="too few",
-        severity="note",
-        sentence=f"{of_steps(skipped, steps)} were skipped, too few to tell whether that continues.",
-        advice="Record a longer run.",
-        numbers={"skipped": skipped, "steps": steps},
-    )
-
-
-def _headroom_words(record: Record) -> str:
-    if record.headroom is None:
-        return " Whether it could be higher is unknown without recorded amaxes of gradients or snapshots."
-    if record.headroom <= 0:
-        return (
-            f" The largest values of late steps come within a power of two of {record.band.name}'s largest."
+    """Say that nothing was found, or that too little is known."""
+    summary, name, advice = record.summary, record.band.name, ""
+    kind, is_unscaled = "healthy", summary.min_scale == summary.max_scale == 1.0
+    skipped, steps = summary.skipped - summary.spikes, summary.steps
+    overflowed = f"{of_steps(skipped, steps)} overflowed"
+    unknown = "is unknown without recorded amaxes of gradients or snapshots"
+    if is_unscaled and snapshots.needs_no_scale(record.band):
+        sentence = f"{name} needs no loss scale."
+    elif skipped >= OFTEN * steps:
+        kind, advice = "too few", "Record a longer run."
+        sentence = f"{overflowed}, too few to tell whether that continues."
+    elif is_unscaled and record.headroom is None and not isinstance(record.policy, Moving):
+        kind, advice = "not measured", scale.if_low(record)
+        sentence = (
+            f"The loss was not scaled (the scale was 1), and {overflowed}. Whether small gradients round to "
+            f"zero in {name} {unknown}."
         )
-    return f" All late steps leave {powers(record.headroom)} of headroom."
+    else:
+        low, high = power(summary.min_scale), power(summary.max_scale)
+        moved = f"stayed at {low}" if low == high else f"moved between {low} and {high}"
+        unused = f" Whether it could be higher {unknown}."
+        if record.headroom is not None:
+            unused = f" All late steps leave {powers(max(record.headroom, 0))} of headroom."
+        sentence = f"Nothing is wrong with the scale: {overflowed} while it {moved}.{unused}"
+    return Finding(
+        kind=kind,
+        severity="fine" if kind == "healthy" else "note",
+        sentence=sentence,
+        advice=advice,
+        numbers={"skipped": skipped, "steps": steps, "headroom": record.headroom or 0},
+    )

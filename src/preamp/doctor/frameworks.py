@@ -1,7 +1,4 @@
-"""The code that advice consists of, in each framework.
-
-Findings take it from `Record.code` or `Extent.code`, so that advice has code of the framework of the run.
-"""
+"""The code that advice consists of, in each framework."""
 
 from __future__ import annotations
 
@@ -15,74 +12,32 @@ from preamp.record.trace import Trace
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """The pieces of advice that differ between frameworks, each as it stands within a sentence.
+    """The pieces of advice that differ between frameworks, each as it stands within a sentence."""
 
-    Attributes:
-        finite: tests that every entry of the array {x} is finite.
-        largest: the largest magnitude in the array {x}.
-        weights_finite: tests that all weights of the model are finite.
-        where: the function that chooses between two arrays.
-        clear_sums: the same for any loop.
-        clip: the argument that clips gradients.
-        clip_unscaled: how to clip gradients that are no longer scaled; whole sentences.
-        save_scale: how to save and load the scale; a sentence.
-        reset_statistics: a clause on resetting the statistics of batch normalization.
-        skips_unscaled: makes what skips steps that are not finite without scaling.
-        own_parameters: what to add to "the parameters of this model".
-        make_optimizer: how to give the optimizer the right parameters; a sentence.
-        stops_gradients: what keeps gradients from flowing, as a list.
-        in_float32: where or how to compute something in float32.
-        operator_in_float32: a sentence on how to do so for an operator whose layer is not known.
-        layer_in_float32: how to do so for the layer {name}, which is at model{path}.
-        loss_in_float32: how to do so for the loss.
-        from_logits: loss functions that take the logarithm of a softmax or sigmoid safely.
-        trace: what records a run.
-        restore: how to keep buffers safe in steps that are skipped; a sentence; "" if that is not possible.
-        if_taken: tells whether a step was taken.
-        records: what to write to record more, by what is missing; "" if that is not possible.
-        these_steps: how to record snapshots of given steps; "" if that is not possible.
-        blame: what to add to the flags of `preamp blame`; None where it has no support for the framework.
-    """
-
-    finite: str
-    largest: str
-    weights_finite: str
-    where: str
-    clear_sums: str
-    clip: str
-    clip_unscaled: str
-    save_scale: str
-    reset_statistics: str
-    skips_unscaled: str
-    own_parameters: str
-    make_optimizer: str
-    stops_gradients: str
-    in_float32: str
-    operator_in_float32: str
-    layer_in_float32: str
+    finite_x: str  # tests that every entry of the inputs is finite
+    finite_y: str  # the same for the targets
+    largest_x: str  # the largest magnitude in the inputs
+    weights_finite: str  # tests that all weights of the model are finite
+    where: str  # the function that chooses between two arrays
+    clear_sums: str = "clear accumulated gradients after every step, skipped or not"
+    clip: str = "max_norm={norm}"  # the argument that clips gradients to {norm}
+    clip_unscaled: str  # how to clip gradients that are no longer scaled; whole sentences
+    save_scale: str  # a sentence
+    reset_statistics: str  # of batch normalization; a clause
+    skips_unscaled: str  # makes what skips steps that are not finite without scaling
+    own_parameters: str = ""  # what to add to "the parameters of this model"
+    make_optimizer: str  # how to give the optimizer the right parameters; a sentence
+    stops_gradients: str  # what keeps gradients from flowing, as a list
+    operator_in_float32: str  # how to run an operator in float32 whose layer is not known; a sentence
+    layer_in_float32: str  # how to do so for the layer {name}, which is at model{path}
     loss_in_float32: str
-    from_logits: str
-    trace: str
-    restore: str
-    if_taken: str
-    records: Mapping[Source, str]
-    these_steps: str
-    blame: str | None
-
-    @property
-    def finite_x(self) -> str:
-        """The code that tests whether every entry of the inputs is finite."""
-        return f"`{self.finite.format(x='x')}`"
-
-    @property
-    def finite_y(self) -> str:
-        """The same for the targets."""
-        return f"`{self.finite.format(x='y')}`"
-
-    @property
-    def largest_x(self) -> str:
-        """The code that computes the largest magnitude in the inputs."""
-        return f"`{self.largest.format(x='x')}`"
+    from_logits: str  # loss functions that take the logarithm of a softmax or sigmoid safely
+    trace: str = "Trace"  # what records a run
+    restore: str  # how to keep buffers safe in steps that are skipped; a sentence
+    if_taken: str  # tells whether a step was taken
+    records: Mapping[Source, str]  # what to write to record more, by what is missing; "" if not possible
+    these_steps: str = ""  # how to record snapshots of given steps; "" if not possible
+    blame: str | None = None  # what to add to `preamp blame`; None where it does not support the framework
 
     @property
     def clear_sentence(self) -> str:
@@ -90,25 +45,21 @@ class Code:
         return f"{self.clear_sums[0].upper()}{self.clear_sums[1:]}."
 
     def run_in_float32(self, name: str) -> str:
-        """Return the advice to run a layer in float32.
-
-        Args:
-            name: of the layer; "" for the whole model, of which one operator should run in float32.
-        """
+        """Return the advice to run a layer in float32; with "" for its name, an operator that overflows."""
         if not name:
-            return self.operator_in_float32
+            return f"{self.operator_in_float32} Or make its inputs smaller."
         path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
         return f"Run {name} in float32: {self.layer_in_float32.format(name=name, path=path)}."
 
 
 TORCH: Final = Code(
-    finite="{x}.isfinite().all()",
-    largest="{x}.abs().max()",
+    finite_x="`x.isfinite().all()`",
+    finite_y="`y.isfinite().all()`",
+    largest_x="`x.abs().max()`",
     weights_finite="all(p.isfinite().all() for p in model.parameters())",
     where="torch.where",
     clear_sums="call optimizer.zero_grad() after every step, skipped or not, also where gradients are "
     "accumulated",
-    clip="max_norm={norm}",
     clip_unscaled="Let the scaler clip: scaler.step(optimizer, max_norm=...). Or call "
     "scaler.unscale_(optimizer) before clip_grad_norm_.",
     save_scale="Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict().",
@@ -118,15 +69,12 @@ TORCH: Final = Code(
     make_optimizer="Create the optimizer last, after model.to(...) and anything that copies or wraps the "
     "model.",
     stops_gradients="detach(), no_grad",
-    in_float32="in a region with autocast(enabled=False)",
     operator_in_float32="Run the operator that overflows in float32: autocast(..., "
-    'casting=casting.DEFAULT.float32("exp")), with the operator\'s name instead of exp. Or make its inputs '
-    "smaller.",
+    'casting=casting.DEFAULT.float32("exp")), with its name instead of exp.',
     layer_in_float32="write `with torch.autocast(device, enabled=False): y = model{path}(x.float())` where "
     "{name} is called",
     loss_in_float32="loss_fn(output.float(), target)",
     from_logits="log_softmax, cross_entropy or binary_cross_entropy_with_logits",
-    trace="Trace",
     restore="GradScaler(model=model, restore_buffers=True) sets buffers back when it skips a step.",
     if_taken="`if not scaler.last_step.skipped:`",
     records={
@@ -140,36 +88,22 @@ TORCH: Final = Code(
     blame="",
 )
 
-UNKNOWN: Final = replace(
-    TORCH,
-    clip_unscaled=f"{TORCH.clip_unscaled} In optax, put the clipping inside: "
-    "loss_scaled(optimizer, max_norm=...).",
-    stops_gradients="detach(), stop_gradient, no_grad",
-)
-"""For a run of an unknown framework: PyTorch's code, and JAX's where it costs only a few words."""
-
 JAX: Final = Code(
-    finite="jnp.isfinite({x}).all()",
-    largest="jnp.abs({x}).max()",
+    finite_x="`jnp.isfinite(x).all()`",
+    finite_y="`jnp.isfinite(y).all()`",
+    largest_x="`jnp.abs(x).max()`",
     weights_finite="all(jnp.isfinite(p).all() for p in jax.tree.leaves(params))",
     where="jnp.where",
-    clear_sums="clear accumulated gradients after every step, skipped or not",
-    clip="max_norm={norm}",
     clip_unscaled="Let the transformation clip: loss_scaled(optimizer, max_norm=...).",
     save_scale="Save and load opt_state with the parameters: it contains the scale.",
     reset_statistics="initialize the batch statistics again",
     skips_unscaled="loss_scaled(optimizer, Static(1.0))",
-    own_parameters="",
     make_optimizer="Call optimizer.init with the parameters that are trained.",
     stops_gradients="stop_gradient",
-    in_float32="with autocast(function, enabled=False)",
-    operator_in_float32="Run the primitive that overflows in float32: autocast(..., "
-    'casting=casting.DEFAULT.float32("exp")), with the primitive\'s name instead of exp. Or make its inputs '
-    "smaller.",
+    operator_in_float32=TORCH.operator_in_float32,
     layer_in_float32="call what computes {name} as autocast(function, enabled=False), with inputs in float32",
     loss_in_float32="loss_fn(output.astype(jnp.float32), target)",
     from_logits="jax.nn.log_softmax, optax.softmax_cross_entropy or optax.sigmoid_binary_cross_entropy",
-    trace="Trace",
     restore="step(..., has_state=True) keeps the old statistics when it skips a step.",
     if_taken="`jnp.where(last_step(state).skipped, old, new)`",
     records={
@@ -183,23 +117,20 @@ JAX: Final = Code(
 )
 
 KERAS: Final = Code(
-    finite="numpy.isfinite({x}).all()",
-    largest="numpy.abs({x}).max()",
+    finite_x="`numpy.isfinite(x).all()`",
+    finite_y="`numpy.isfinite(y).all()`",
+    largest_x="`numpy.abs(x).max()`",
     weights_finite="all(numpy.isfinite(w).all() for w in model.get_weights())",
     where="keras.ops.where",
-    clear_sums="clear accumulated gradients after every step, skipped or not",
     clip="global_clipnorm={norm}",
     clip_unscaled="Let the optimizer clip: LossScaleOptimizer(optimizer, global_clipnorm=...).",
     save_scale="Save and load the whole model with its optimizer: model.save() and "
     "keras.saving.load_model().",
     reset_statistics="assign zeros to moving_mean and ones to moving_variance of BatchNormalization",
     skips_unscaled="LossScaleOptimizer(optimizer, policy=Static(1.0))",
-    own_parameters="",
     make_optimizer="Make a new optimizer for this model, and give it the model's trainable variables.",
     stops_gradients="stop_gradient",
-    in_float32='with dtype="float32"',
-    operator_in_float32='Run the layer that overflows in float32: give it dtype="float32". Or make its '
-    "inputs smaller.",
+    operator_in_float32='Run the layer that overflows in float32: give it dtype="float32".',
     layer_in_float32='give {name} dtype="float32"',
     loss_in_float32='give the last layer dtype="float32"',
     from_logits="a loss with from_logits=True",
@@ -213,26 +144,21 @@ KERAS: Final = Code(
         "model.layers])",
         "names": "",
     },
-    these_steps="",
-    blame=None,
 )
-
-TENSORFLOW: Final = replace(
-    KERAS,
-    where="tf.where",
-    clip_unscaled="Let the inner optimizer clip, with its argument global_clipnorm.",
-    save_scale="Save and load the optimizer with the model, as in tf.train.Checkpoint(model=..., "
-    "optimizer=...).",
-    trace="Trace",
-)
-"""For tf_keras, whose layers are like those of Keras 3."""
 
 CODE: Final[Mapping[str | None, Code]] = {
-    None: UNKNOWN,
+    None: replace(TORCH, stops_gradients="detach(), stop_gradient, no_grad"),
     "torch": TORCH,
     "jax": JAX,
     "keras": KERAS,
-    "tensorflow": TENSORFLOW,
+    "tensorflow": replace(  # tf_keras, whose layers are like those of Keras 3
+        KERAS,
+        where="tf.where",
+        clip_unscaled="Let the inner optimizer clip, with its argument global_clipnorm.",
+        save_scale="Save and load the optimizer with the model, as in tf.train.Checkpoint(model=..., "
+        "optimizer=...).",
+        trace="Trace",
+    ),
 }
 """By the name of the framework; None for an unknown one."""
 

@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from statistics import median, median_low
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-from preamp.doctor.evidence import Record, Skip
+from preamp.doctor.evidence import Record
 from preamp.doctor.finding import FEWEST, OFTEN, RARE, Finding, Severity
 from preamp.doctor.history import LATEST, SHORT, hardly_fell, number
-from preamp.doctor.snapshots import (
-    first_parameter,
-    lost_words,
-    needs_no_scale,
-    saves_something,
-)
+from preamp.doctor.snapshots import lost_words, needs_no_scale, saves_something
 from preamp.policy import Dynamic, Static, Tolerant
 from preamp.record.exponents import exponent_of
 from preamp.record.formatting import of_steps, percent, power, powers
 from preamp.systems.dialects import Dialect
 
-FARTHEST_BACKOFF: Final = 2.0**-4
 LEAST_STEPS: Final = 10
-NEARLY_ALL: Final = 0.8
-"""The share of skipped steps from which on a run makes no progress."""
 SHORTEST_INTERVAL: Final = 100
 MUCH: Final = 12
 """Powers of two of unused headroom at which digits are lost: the entries of a gradient span some 20, and the
 normal numbers of float16 span 30."""
+FAR: Final = 2.0**FEWEST
 FIRST_TRY: Final = 2.0**16
-
-Remedy: TypeAlias = tuple[str, Mapping[str, Any]]
-"""Advice, in words and as settings."""
-
-
-def _hysteresis(record: Record) -> int:
-    """Return how many overflows the policy waits for before it backs off."""
-    return int(getattr(record.policy, "hysteresis", 1))
 
 
 def wrong_start(record: Record) -> Finding | None:
@@ -47,14 +31,9 @@ def wrong_start(record: Record) -> Finding | None:
     if len(set(record.scales[: record.opening])) < FEWEST or len(record.settled) < LEAST_STEPS:
         return None  # few different scales: the policy waits for several overflows
     first, found = record.scales[0], record.scales[record.opening]
-    smaller = (
-        ""
-        if found >= 1.0
-        else " Or make the loss smaller, as with a mean instead of a sum: below 1 the "
-        "gradients overflow even without a scale."
-    )
+    smaller = "" if found >= 1.0 else " Or make the loss smaller, as with a mean instead of a sum."
     return Finding(
-        kind="wrong start" if found >= 1.0 else "gradient overflow",
+        kind="gradient overflow" if smaller else "wrong start",
         severity="warning" if record.opening >= LEAST_STEPS else "note",
         sentence=f"The first {record.opening:,} steps were skipped, while the scale fell from "
         f"{power(first)} to {power(found)}.",
@@ -65,302 +44,170 @@ def wrong_start(record: Record) -> Finding | None:
     )
 
 
-def oscillating(record: Record) -> Finding | None:
-    """Find a scale that grows again and again to where it has just failed."""
-    undone = record.skips_after("growth")
-    share, interval = record.rate(len(undone)), round(record.interval)
-    if len(undone) < FEWEST or share < OFTEN:
-        return None
-    return Finding(
-        kind="oscillating",
-        severity="warning",
-        sentence=f"{of_steps(len(undone), len(record.settled))} were skipped because the scale "
-        f"had just grown: every {interval:,} clean steps it tries a scale that has failed before.",
-        advice=f"Wait longer{_or_a_ceiling(undone)}.",
-        steps=record.numbers_of(skip.place for skip in undone),
-        numbers={"skipped": len(undone), "share": share, "growth_interval": interval},
-        settings={
-            "growth_interval": Dynamic.growth_interval,
-            **_at_once(record),
-            **_nearer_start(record, undone),
-        },
-    )
-
-
-def _at_once(record: Record) -> Mapping[str, Any]:
-    """Return the settings that make a policy back off at the first overflow, if it does not."""
-    if isinstance(record.policy, Tolerant):
-        return {"tolerance": 1 / RARE}
-    return {"hysteresis": 1} if _hysteresis(record) > 1 else {}
-
-
-def _or_a_ceiling(undone: Sequence[Skip]) -> str:
-    levels = Counter(skip.after for skip in undone)
-    (level, count), *_ = levels.most_common(1)
-    is_one = count > 0.8 * len(undone)
-    return f", or set a ceiling, max_scale={level:g}: the scale always falls back to that" if is_one else ""
-
-
-def _nearer_start(record: Record, undone: Sequence[Skip]) -> Mapping[str, Any]:
-    """Return the level that the scale reached as the first scale, if longer intervals would not reach it."""
-    if not len(undone):
-        return {}
-    level = sorted(skip.after for skip in undone)[len(undone) // 10]
-    is_far = exponent_of(level) - exponent_of(record.scales[0]) >= FEWEST
-    return {"init_scale": level} if is_far and not record.fell_early(level) else {}
-
-
-def dragged(record: Record) -> Finding | None:
-    """Find single overflows that keep the scale far below what the other steps allow."""
-    falls = sum(skip.after < skip.scale for skip in record.skips_after("sudden"))
-    if falls < FEWEST or record.rate(len(record.skips)) > 10 * OFTEN or not _stays_low(record):
-        return None
-    high, low = max(record.of(record.settled)), min(record.scales)
-    return Finding(
-        kind="dragged down",
-        severity="note" if record.usual_headroom is None else "warning",
-        sentence=f"{falls:,} single steps overflowed at scales that had worked before, and lowered the "
-        f"scale from {power(high)} to {power(low)}{_too_far(record)}.",
-        advice="Back off only at the second overflow in a row. Also look at the data of these steps.",
-        steps=record.numbers_of(skip.place for skip in record.skips_after("sudden")),
-        numbers={"skipped": falls, "lowest_scale": low, "headroom": record.usual_headroom or 0},
-        settings={"hysteresis": 2, **_longer(record)},
-    )
-
-
-def _stays_low(record: Record) -> bool:
-    """Return whether the scale is far below what most steps allow, or else below what has worked."""
-    if record.usual_headroom is not None:
-        return record.usual_headroom >= FEWEST
-    pairs = zip(record.skipped, record.scales, strict=False)
-    highest = max(scale for skipped, scale in pairs if not skipped)
-    return exponent_of(highest) - exponent_of(record.scales[-1]) >= FEWEST
-
-
-def _too_far(record: Record) -> str:
-    if record.usual_headroom is None:
-        return " (or all gradients have grown, which cannot be seen without recorded amaxes)"
-    return f", though most steps would allow a scale {record.usual_headroom:.0f} powers of two higher"
-
-
-def slow(record: Record) -> Finding | None:
-    """Find a policy that waits for so many overflows that most of them change nothing."""
-    hysteresis, skipped = _hysteresis(record), record.skipped.count(1)
-    share = skipped / max(len(record), 1)
-    pairs = zip(record.skipped, pairwise(record.scales), strict=True)
-    lowered = sum(after < before for was_skipped, (before, after) in pairs if was_skipped)
-    if hysteresis <= 2 or share < OFTEN or skipped < FEWEST or lowered > skipped / 2:
-        return None
-    return Finding(
-        kind="slow to back off",
-        severity="warning",
-        sentence=f"{of_steps(skipped, len(record))} were skipped and only "
-        f"{lowered:,} of them lowered the scale: with hysteresis={hysteresis} the policy waits for that "
-        "many.",
-        advice="Back off at every overflow.",
-        numbers={"skipped": skipped, "share": share, "lowered": lowered},
-        settings={"hysteresis": 1, **_longer(record), **_nearer_start(record, record.skips)},
-    )
-
-
-def too_high(record: Record) -> Finding | None:
-    """Find skipped steps that no other rule explains."""
-    share = record.rate(len(record.skips))
-    if len(record.skips) < FEWEST or share < OFTEN:
-        return None
-    advice, settings = _lower(record)
-    return Finding(
-        kind="too high",
-        severity="warning",
-        sentence=f"{of_steps(len(record.skips), len(record.settled))} were skipped, at scales "
-        f"of {power(min(skip.scale for skip in record.skips))} and above.{first_parameter(record)}",
-        advice=advice,
-        verdict="cause" if settings else "unknown",
-        steps=record.numbers_of(skip.place for skip in record.skips),
-        numbers={"skipped": len(record.skips), "share": share},
-        settings=settings,
-    )
-
-
-def _longer(record: Record) -> Mapping[str, Any]:
-    return {"growth_interval": Dynamic.growth_interval} if record.interval < RARE else {}
-
-
-def _lower(record: Record) -> Remedy:
-    longer = _longer(record)
-    if isinstance(record.policy, Static):
-        return "Use a dynamic scale.", {"init_scale": record.policy.scale}
-    if isinstance(record.policy, Tolerant):
-        tolerated = percent(record.policy.tolerance)
-        return f"The policy tolerates up to {tolerated}. Tolerate less.", {
-            "tolerance": 1 / RARE,
-            **longer,
-            **_nearer_start(record, record.skips),
-        }
-    if longer and len(record.skips) < 3 * record.growths:
-        return "The scale grows too soon. Wait longer.", longer
-    return "Why, the record cannot tell: look at the data of these steps, and at the learning rate.", {}
-
-
 def lost_scale(record: Record) -> Finding | None:
     """Find a scale that jumped up between two steps, as after a restart without the saved scale."""
-    if record.resumed_at_start and record.opening >= FEWEST:
+    for place in range(len(record)):
+        scale, before = record.scales[place], record.new_scale[place - 1] if place else None
+        is_jump = record.resumed_at_start if place == 0 else before is not None and scale >= 4 * before
+        if not is_jump or not record.skipped[place]:
+            continue
+        taken = record.skipped.find(0, place)
+        skips = (len(record) if taken < 0 else taken) - place
+        if skips < (FEWEST if place == 0 else 2):
+            continue
+        origin = "" if before is None else f" from {power(before)}"
         return Finding(
             kind="lost scale",
             severity="warning",
-            sentence=f"The record restarts at step {record.index[0]:,}, and the first "
-            f"{record.opening:,} steps were skipped while the scale fell from {power(record.scales[0])} to "
-            f"{power(record.scales[record.opening])}: the run was resumed without its saved scale.",
-            advice=record.code.save_scale,
-            steps=record.numbers_of(range(record.opening)),
-            numbers={"skipped": record.opening},
-        )
-    new = record.new_scale
-    for place in range(1, len(record)):
-        before, scale = new[place - 1], record.scales[place]
-        if before is None or scale < 4 * before or not record.skipped[place]:
-            continue
-        streak = record.skipped.find(0, place)
-        skips = (len(record) if streak < 0 else streak) - place
-        if skips < 2:
-            continue
-        return Finding(
-            kind="lost scale",
-            severity="warning",
-            sentence=f"Between steps {record.index[place - 1]:,} and {record.index[place]:,} the scale "
-            f"jumped from {power(before)} to {power(scale)}, and {skips:,} steps were skipped until it was "
-            "back: the run was resumed without its saved scale.",
+            sentence=f"At step {record.index[place]:,} the scale jumped{origin} to {power(scale)}, and "
+            f"{skips:,} steps were skipped until it was back: the run was resumed without its saved scale.",
             advice=record.code.save_scale,
             steps=record.numbers_of(range(place, place + skips)),
-            numbers={"before": before, "scale": scale, "skipped": skips},
+            numbers={"scale": scale, "skipped": skips},
         )
     return None
 
 
-def backs_off_too_far(record: Record) -> Finding | None:
-    """Find single overflows that each lower the scale by many powers of two."""
-    rule = record.policy.policy if isinstance(record.policy, Dialect) else record.policy
-    factor = getattr(rule, "backoff_factor", None)
-    if rule is not None and (factor is None or factor > FARTHEST_BACKOFF):
-        return None
-    falls = [scale / after for scale, after in pairwise(record.scales) if after < scale]
-    if (
-        not falls
-        or median(falls) * FARTHEST_BACKOFF < 1.0
-        or (record.headroom is not None and record.headroom < FEWEST)
-    ):
-        return None
-    fall = exponent_of(median(falls))
-    return Finding(
-        kind="backs off too far",
-        severity="warning",
-        sentence=f"Each overflow lowered the scale by {powers(fall)}, and it takes as many growths to "
-        "recover.",
-        advice="Halve it instead.",
-        numbers={"powers": fall, "times": len(falls)},
-        settings={"backoff_factor": 0.5},
-    )
+def often_skipped(record: Record) -> Finding | None:
+    """Find steps that are skipped again and again, and the first reason that explains enough of them."""
+    for kind, places, least, why, advice, settings in _reasons(record):
+        if len(places) >= least:
+            # Without amaxes, all gradients may have grown since the scale was higher.
+            is_guess = kind == "dragged down" and record.usual_headroom is None
+            return Finding(
+                kind=kind,
+                severity="note" if is_guess else "warning",
+                sentence=f"{of_steps(len(places), len(record))} were skipped{why}.",
+                advice=advice,
+                verdict="cause" if settings else "unknown",
+                steps=record.numbers_of(places),
+                numbers={"skipped": len(places), "share": len(places) / len(record)},
+                settings=settings,
+            )
+    return None
 
 
-# Unused headroom
+def _reasons(record: Record) -> Iterator[tuple[str, list[int], float, str, str, Mapping[str, Any]]]:
+    """Yield findings: the kind, its steps and how many are too many, the reason, advice and settings."""
+    policy, skips, hysteresis = record.policy, record.skips, getattr(record.policy, "hysteresis", 1)
+    longer: Mapping[str, Any] = {"growth_interval": Dynamic.growth_interval} if record.interval < RARE else {}
+    # Back off at the first overflow, grow after many steps, and start where this takes too long to reach.
+    reached = sorted(skip.after for skip in skips)[len(skips) // 10 :]
+    calmer = {
+        **longer,
+        **({"hysteresis": 1} if hysteresis > 1 else {}),
+        **({"tolerance": 1 / RARE} if isinstance(policy, Tolerant) else {}),
+        **({"init_scale": reached[0]} if reached and reached[0] >= FAR * record.scales[0] else {}),
+    }
+
+    often = max(FEWEST, OFTEN * len(record.settled))
+
+    places = [place for place, skipped in enumerate(record.skipped) if skipped]
+    falls = [before / after for before, after in pairwise(record.scales) if after < before]
+    rule = policy.policy if isinstance(policy, Dialect) else policy
+    is_low = record.headroom is None or record.headroom >= FEWEST
+    is_far = rule is None or getattr(rule, "backoff_factor", 1.0) <= 1 / FAR
+    if is_low and is_far and falls and median(falls) >= FAR:
+        fall = powers(exponent_of(median(falls)))
+        why = f"; each overflow lowered the scale by {fall}, and it takes as many growths to recover"
+        yield "backs off too far", places, 1, why, "Halve it instead.", {"backoff_factor": 0.5}
+    if hysteresis > 2 and 2 * len(falls) <= len(places):
+        why = f", and only {len(falls):,} of them lowered the scale, because of hysteresis={hysteresis}"
+        yield "slow to back off", places, often, why, "Back off at every overflow.", calmer
+
+    places = [skip.place for skip in skips if skip.cause == "growth"]
+    every = f"every {record.interval:,.0f} clean steps it tries a scale that has failed before"
+    why = f" because the scale had just grown: {every}"
+    yield "oscillating", places, often, why, "Wait longer, or set a ceiling, max_scale.", calmer
+
+    places = [skip.place for skip in skips if skip.cause == "sudden" and skip.after < skip.scale]
+    pairs, headroom = zip(record.skipped, record.scales, strict=False), record.usual_headroom
+    worked = max((scale for was_skipped, scale in pairs if not was_skipped), default=0.0)
+    is_low = worked >= FAR * record.scales[-1] if headroom is None else headroom >= FEWEST
+    if is_low and record.rate(len(skips)) <= 10 * OFTEN:
+        moved = f"lowered the scale from {power(worked)} to {power(min(record.scales))}"
+        why = f": single steps overflowed at scales that had worked before, and {moved}"
+        advice = "Back off only at the second overflow in a row. Also look at the data of these steps."
+        yield "dragged down", places, FEWEST, why, advice, {"hysteresis": 2, **longer}
+
+    advice = "Why, the record cannot tell: look at the data of these steps, and at the learning rate."
+    settings: Mapping[str, Any] = {}
+    if isinstance(policy, Static):
+        advice, settings = "Use a dynamic scale.", {"init_scale": policy.scale}
+    elif isinstance(policy, Tolerant):
+        advice, settings = f"The policy tolerates up to {percent(policy.tolerance)}. Tolerate less.", calmer
+    elif longer and len(skips) < 3 * record.growths:
+        advice, settings = "Wait longer before the scale grows.", longer
+    why = f", at scales of {power(min((skip.scale for skip in skips), default=0.0))} and above"
+    yield "too high", [skip.place for skip in skips], often, why, advice, settings
 
 
 def not_scaled(record: Record) -> Finding | None:
     """Find a low precision with little range and no loss scale."""
-    about = record.trace.about
-    if any(scale != 1.0 for scale in record.scales) or any(record.skipped):
+    about, band, is_constant = record.trace.about, record.band, isinstance(record.policy, Static)
+    if any(scale != 1.0 for scale in record.scales) or any(record.skipped) or not _is_wasted(record):
         return None
-    is_constant, precision = isinstance(record.policy, Static), about.get("precision", record.band.name)
-    if record.policy is not None and (not is_constant or not _is_wasted(record)):
+    is_scaled = record.policy or record.trace.policy or about.get("policy")
+    is_low = about["precision"] == band.name if "precision" in about else bool(record.snapshots)
+    if not is_low or (is_scaled and not is_constant):
         return None
-    is_stated = "precision" in about and (is_constant or about.get("policy", "") is None)
-    may_be = record.snapshots and (is_constant or "policy" not in about)
-    if precision != record.band.name or not (is_stated or may_be) or needs_no_scale(record.band):
-        return None
-    zeros, settings = median(record.zeros.finite() or [0.0]), _higher_start(record)
-    if "scale" in settings:  # a constant scale of 1 was not chosen on purpose
-        settings = {"init_scale": settings["scale"]}
+    zeros, start = median(record.zeros.finite() or [0.0]), dict(_higher_start(record))
+    saves = saves_something(record.snapshot)
+    severity: Severity = "problem" if zeros >= OFTEN or saves else "warning" if saves is None else "note"
     rows = [row for snapshot in record.snapshots for row in snapshot.rows]
     is_known = "precision" in about or any(row.dtype != "float32" for row in rows) or hardly_fell(record)
     return Finding(
         kind="not scaled" if is_known else "not measured",
-        severity=_severity(zeros, saves_something(record.snapshot)) if is_known else "note",
-        sentence=f"The loss was not scaled in {record.band.name} (the scale was 1){_headroom_words(record)}"
+        severity=severity if is_known else "note",
+        sentence=f"The loss was not scaled in {band.name} (the scale was 1)"
+        + (f", {powers(record.headroom)} of headroom unused" if record.headroom else "")
         + (f", and {percent(zeros)} of the gradient entries are exactly zero." if zeros else ".")
-        + lost_words(record.snapshot, _advised(settings)),
-        advice="Use a loss scale."
-        if is_known
-        else f"If the model computes in {record.band.name}, use a loss scale. If not, say so: "
-        f'{record.code.trace}(precision="float32").',
+        + lost_words(record.snapshot),
+        advice="Use a loss scale." if is_known else if_low(record),
         numbers={"zeros": zeros},
-        settings=settings or {"init_scale": FIRST_TRY},
+        settings={"init_scale": start.pop("scale", FIRST_TRY), **start},
     )
 
 
-def _severity(zeros: float, saves: bool | None) -> Severity:
-    return "problem" if zeros >= OFTEN or saves else "warning" if saves is None else "note"
-
-
-def _waste(record: Record) -> Severity:
-    """Return how bad unused headroom is: a warning if using it would save many entries."""
-    if not record.headroom or _has_converged(record):
-        return "note"
-    return "warning" if record.headroom >= MUCH else "note"
-
-
-def _has_converged(record: Record) -> bool:
-    """Return whether hardly any loss is left: gradients are small then, and losing digits matters little."""
-    losses = record.loss.finite()
-    return len(losses) >= SHORT and abs(median(losses[-LATEST:])) <= OFTEN * abs(median(losses[:LATEST]))
-
-
-def at_ceiling(record: Record) -> Finding | None:
-    """Find a scale that is kept from growing."""
-    settings = _higher_start(record)
-    ceiling = float(getattr(record.policy, "max_scale", None) or math.inf)
-    held = record.of(record.late).count(ceiling)
-    if not held or held < len(record.late) / 2 or record.fell_early(ceiling) or not _is_wasted(record):
-        return None
-    return Finding(
-        kind="at the ceiling",
-        severity=_waste(record),
-        sentence=f"The scale was at max_scale={ceiling:g} in {held:,} of the last "
-        f"{len(record.late):,} steps{_headroom_words(record)}."
-        f"{lost_words(record.snapshot, _advised(settings))}",
-        advice="Raise the ceiling.",
-        numbers={"scale": ceiling, "steps": held, "headroom": record.headroom or 0},
-        settings={**settings, "max_scale": _higher(record, ceiling)},
+def if_low(record: Record) -> str:
+    """Return the advice for a run that was not scaled and may have computed in float32."""
+    return (
+        f"If the model computes in {record.band.name}, use a higher loss scale. If not, say so: "
+        f'{record.code.trace}(precision="float32").'
     )
 
 
 def too_low(record: Record) -> Finding | None:
-    """Find a scale far below what the gradients allow."""
+    """Find a scale far below what the gradients allow, perhaps because its ceiling keeps it there."""
     if record.headroom is None:
         return _loss_below_normal(record)
     if not _is_wasted(record):
         return None
-    usual, settings = median_low(record.of(record.late)), _higher_start(record)
+    scales, settings = record.of(record.late), _higher_start(record)
+    usual, highest = median_low(scales), _scale(exponent_of(median_low(scales)) + record.headroom)
+    ceiling = getattr(record.policy, "max_scale", None)
+    is_held = 2 * scales.count(ceiling or 0.0) >= len(scales) and not record.fell_early(usual)
+    losses = [*map(abs, record.loss.finite())]
+    # Gradients are small where hardly any loss is left, and losing digits matters little then.
+    has_converged = len(losses) >= SHORT and median(losses[-LATEST:]) <= OFTEN * median(losses[:LATEST])
+    is_much = record.headroom >= MUCH and not has_converged
+    start = settings.get("scale") or settings.get("init_scale") or 0.0
+    advice = "The gradients shrink: let the scale grow sooner, or follow their amaxes with Headroom()."
+    if is_held:
+        advice, settings = "Raise the ceiling.", {**settings, "max_scale": highest}
+    elif start > usual:
+        these = "all steps" if "scale" in settings else "the first steps"
+        advice = f"Start higher, at {power(start)}: one power of two, as a margin, below what {these} allow."
     return Finding(
-        kind="too low",
-        severity=_waste(record),
-        sentence=f"At {power(usual)}, the scale is {powers(record.headroom)} below "
-        f"{power(_scale(exponent_of(usual) + record.headroom))}, the highest that all late steps "
-        f"allow.{lost_words(record.snapshot, _advised(settings))}",
-        advice=_higher_words(settings, usual),
+        kind="at the ceiling" if is_held else "too low",
+        severity="warning" if is_much else "note",
+        sentence=f"At {power(usual)}{', its max_scale' if is_held else ''}, the scale is "
+        f"{powers(record.headroom)} below {power(highest)}, the highest that all late steps allow."
+        f"{lost_words(record.snapshot, settings.get('max_scale') or start or None)}",
+        advice=advice,
         numbers={"headroom": record.headroom, "scale": usual},
         settings=settings,
     )
-
-
-def _higher_words(settings: Mapping[str, Any], now: float) -> str:
-    """Return the advice that goes with the settings of a higher scale."""
-    start = settings.get("scale") or settings.get("init_scale")
-    if start is not None and start > now:
-        # As `_higher_start` computes them.
-        which = "all steps" if "scale" in settings else "the first steps"
-        return f"Start higher, at {power(start)}: one power of two, as a margin, below what {which} allow."
-    lower = "start lower and " if start is not None else ""
-    return f"The gradients shrink: {lower}let the scale grow sooner, or follow their amaxes with Headroom()."
 
 
 def _loss_below_normal(record: Record) -> Finding | None:
@@ -380,10 +227,9 @@ def _loss_below_normal(record: Record) -> Finding | None:
         kind="too low",
         severity="warning",
         sentence=f"The loss began at {number(first)} and has not fallen by half. Times a scale of at most "
-        f"{power(highest)}, it is below {record.band.name}'s smallest normal number, "
-        f"{power(record.band.normal)}: most gradients lose digits there, or round to zero.",
-        advice="Start higher. A model that computes in float32 throughout needs no scale: write "
-        f'{record.code.trace}(precision="float32") then.',
+        f"{power(highest)}, it is below {record.band.name}'s smallest normal number: most gradients lose "
+        "digits there, or round to zero.",
+        advice=if_low(record),
         numbers={"loss": first, "scale": highest},
         settings={"init_scale": FIRST_TRY},
     )
@@ -393,15 +239,6 @@ def _is_wasted(record: Record) -> bool:
     """Return whether there is or may be much unused headroom, and something may be lost because of it."""
     is_much = record.headroom is None or record.headroom >= FEWEST
     return is_much and not needs_no_scale(record.band) and saves_something(record.snapshot) is not False
-
-
-def _headroom_words(record: Record) -> str:
-    return "" if record.headroom is None else f", {powers(record.headroom)} of headroom unused"
-
-
-def _higher(record: Record, ceiling: float) -> float:
-    highest = record.highest_scale(record.late)
-    return _scale(exponent_of(ceiling) + 8 if highest is None else highest)
 
 
 def _scale(exponent: int) -> float:
@@ -416,24 +253,17 @@ def _higher_start(record: Record) -> Mapping[str, Any]:
     if early is None or late is None:
         return {}
     climb, first = late - early, _scale(early - 1)
-    start = record.scales[0]
-    if first <= start and not record.skipped[0] and climb >= FEWEST:
-        # The run began at such a scale and that worked: gradients that shrink need a scale that grows.
-        return _climbing(record, climb, late)
     if isinstance(record.policy, Static) and abs(climb) < FEWEST:
         lowest = _scale(min(early, late) - 1)
         return {"scale": lowest} if lowest > record.policy.scale else {}
-    return {"init_scale": first, **(_climbing(record, climb, late) if climb >= FEWEST else {})}
-
-
-def _advised(settings: Mapping[str, Any]) -> float | None:
-    """Return the scale that some settings lead to in the second half of a run, where they set one."""
-    return settings.get("max_scale") or settings.get("scale") or settings.get("init_scale")
-
-
-def _climbing(record: Record, climb: int, late: int) -> Mapping[str, Any]:
-    """Return an interval short enough for gradients that shrink, and a ceiling that is high enough."""
+    if climb < FEWEST:
+        return {"init_scale": first}
+    # Gradients that shrink need a scale that grows sooner, or higher. If the run began at such a scale and
+    # that worked, this is all that it needs.
     interval = max(SHORTEST_INTERVAL, len(record) // (2 * climb))
-    ceiling, needed = getattr(record.policy, "max_scale", math.inf), _scale(late)
-    sooner = {"growth_interval": interval} if interval < record.interval else {}
-    return {**sooner, **({"max_scale": needed} if ceiling and ceiling < needed else {})}
+    ceiling, needed = getattr(record.policy, "max_scale", None) or math.inf, _scale(late)
+    return {
+        **({} if first <= record.scales[0] and not record.skipped[0] else {"init_scale": first}),
+        **({"growth_interval": interval} if interval < record.interval else {}),
+        **({"max_scale": needed} if ceiling < needed else {}),
+    }

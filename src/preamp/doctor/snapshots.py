@@ -7,50 +7,29 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
-from typing import Final, NamedTuple
+from typing import Final
 
 from preamp.doctor.evidence import Record
 from preamp.doctor.finding import Finding
-from preamp.record.exponents import BANDS, Band, ExponentHistogram, exponent_of
+from preamp.record.exponents import Band, ExponentHistogram, exponent_of
 from preamp.record.formatting import percent, power, powers, two_to
 from preamp.record.snapshots import Snapshot, SnapshotRow, owner
 
 SHOWN: Final = 5  # names in a sentence
 FEW: Final = 1 / 1000
 """A smaller share of lost entries is ignored."""
-WIDE: Final = 1e30
-"""A format that can hold such values has the range of float32."""
 FAR: Final = 4
 """If one module is this many powers of two above all others, it should run in float32."""
 
 
-class Lost(NamedTuple):
-    """Shares of the entries of flows and gradients, from 0 to 1.
-
-    Attributes:
-        zeros: exactly zero when counted, for whatever reason.
-        flushed: round to zero in the low dtype.
-        subnormal: become subnormal and lose digits.
-    """
-
-    zeros: float
-    flushed: float
-    subnormal: float
-
-
-def lost(snapshot: Snapshot, scale: float | None = None) -> Lost:
-    """Return what is lost at a scale; None for the step's own."""
-    values = _gradients(snapshot)
+def lost(snapshot: Snapshot, scale: float | None = None) -> tuple[float, float, float]:
+    """Return which shares of gradient entries are exactly zero, round to zero and lose digits at a scale."""
+    rows = (row.histogram for row in snapshot.rows if row.what != "activation")
+    values = reduce(add, rows, ExponentHistogram())
     shift = 0 if scale is None else exponent_of(scale) - exponent_of(snapshot.scale)
     total, nonzero = max(values.total, 1), values.nonzero
     flushed, subnormal = values.flushed(snapshot.band, shift), values.subnormal(snapshot.band, shift)
-    return Lost(values.zeros / total, flushed * nonzero / total, subnormal * nonzero / total)
-
-
-def _gradients(snapshot: Snapshot) -> ExponentHistogram:
-    return reduce(
-        add, (row.histogram for row in snapshot.rows if row.what != "activation"), ExponentHistogram()
-    )
+    return values.zeros / total, flushed * nonzero / total, subnormal * nonzero / total
 
 
 def norm_of(snapshot: Snapshot) -> float:
@@ -68,26 +47,19 @@ def saves_something(snapshot: Snapshot | None) -> bool | None:
     """Return whether a higher scale would save anything; None without a snapshot."""
     if snapshot is None:
         return None
-    return _flushed_whole(snapshot) or lost(snapshot).flushed + lost(snapshot).subnormal >= FEW
-
-
-def _flushed_whole(snapshot: Snapshot) -> bool:
-    """Return whether some gradients are all zero, and a scale that is too low may be the reason.
-
-    It is not the reason where the module's outputs are all zeros, nor where no other gradient is close to the
-    smallest numbers of the format.
-    """
+    if sum(lost(snapshot)[1:]) >= FEW:
+        return True
+    # Some gradients may have been lost whole. They were not if the module's outputs are all zeros, nor if no
+    # other gradient is close to the smallest numbers of the format.
     outputs: dict[str | None, int] = {
         row.name: row.histogram.nonzero for row in snapshot.rows if row.what == "activation"
     }
     rows = [row for row in snapshot.rows if row.direction == "backward"]
-    zero = [
-        row
+    lowest = min((row.histogram.low for row in rows if row.histogram.nonzero), default=-math.inf)
+    return lowest <= exponent_of(snapshot.band.normal) and any(
+        row.histogram.zeros and not row.histogram.nonzero and outputs.get(owner(row.name, outputs)) != 0
         for row in rows
-        if row.histogram.zeros and not row.histogram.nonzero and outputs.get(owner(row.name, outputs)) != 0
-    ]
-    alive = [row.histogram.low for row in rows if row.histogram.nonzero]
-    return bool(zero) and (not alive or min(alive) <= exponent_of(snapshot.band.normal))
+    )
 
 
 def best_scale(snapshot: Snapshot) -> float | None:
@@ -104,23 +76,21 @@ def lost_words(snapshot: Snapshot | None, scale: float | None = None) -> str:
     """
     if snapshot is None:
         return ""
-    now, best = lost(snapshot), scale or best_scale(snapshot)
+    zeros, flushed, subnormal = map(percent, lost(snapshot))
     words = (
-        f" At {power(snapshot.scale)}, {percent(now.zeros)} of the gradient entries are exactly zero, "
-        f"{percent(now.flushed)} round to zero and {percent(now.subnormal)} lose digits"
+        f" At {power(snapshot.scale)}, {zeros} of the gradient entries are exactly zero, {flushed} round to "
+        f"zero and {subnormal} lose digits"
     )
-    if best is None or best == snapshot.scale:
-        return f"{words}."
-    then = lost(snapshot, best)
-    return (
-        f"{words}; at {power(best)}, {percent(then.flushed)} would round to zero and "
-        f"{percent(then.subnormal)} lose digits."
-    )
+    best = scale or best_scale(snapshot)
+    if best is not None and best != snapshot.scale:
+        _, flushed, subnormal = map(percent, lost(snapshot, best))
+        words += f"; at {power(best)}, {flushed} would round to zero and {subnormal} lose digits"
+    return f"{words}."
 
 
 def needs_no_scale(band: Band) -> bool:
     """Return whether a format has the range of float32."""
-    return band.largest > WIDE
+    return band.largest > 1e30
 
 
 def overflowed(record: Record) -> Finding | None:
@@ -131,24 +101,18 @@ def overflowed(record: Record) -> Finding | None:
         # If the loss itself is not finite, neither is any gradient: the first of them proves nothing.
         if (row := snapshot.first_overflow) and (row.direction == "forward" or not record.is_lost(snapshot))
     )
-    modules = Counter[tuple[str, str]]()
-    for name, count in record.first_culprits.items():
-        modules[name.rpartition(".")[0] or name, ""] += count
-    counts = rows or modules
-    if not counts:
+    if not rows and not record.first_culprits:
         return None
-    (name, what), worst = max(counts.items(), key=lambda pair: (pair[1], pair[0]))
-    way = "forward" if what == "activation" else "backward"
-    in_order = all(is_in_order(row) for snapshot in record.snapshots for row in snapshot.rows)
-    held = "had" if rows and not in_order else "was the first with"
-    which = f"the {_WHAT[what]} of {module_name(name)}" if what else f"a parameter of {name}"
-    return Finding(
-        kind="overflows first",
-        severity="note",
-        sentence=f"In {worst:,} of {counts.total():,} {'snapshots of overflows' if rows else 'overflows'}, "
-        f"{which} {held} inf or NaN, in {way}.",
-        numbers={"overflows": counts.total(), "first": worst},
-    )
+    sentence, numbers = first_parameter(record).strip(), {}
+    if rows:
+        (name, what), worst = max(rows.items(), key=lambda pair: (pair[1], pair[0]))
+        in_order = all(is_in_order(row) for snapshot in record.snapshots for row in snapshot.rows)
+        sentence = (
+            f"In {worst:,} of {rows.total():,} snapshots of overflows, {module_name(name)} "
+            f"{'was the first with' if in_order else 'had'} inf or NaN, in {_WHAT[what]}."
+        )
+        numbers = {"overflows": rows.total(), "first": worst}
+    return Finding(kind="overflows first", severity="note", sentence=sentence, numbers=numbers)
 
 
 def is_in_order(row: SnapshotRow) -> bool:
@@ -165,17 +129,19 @@ def limited(record: Record) -> Finding | None:
     row = snapshot and snapshot.limit
     if snapshot is None or row is None or needs_no_scale(record.band):
         return None
-    name, headroom = module_name(row.name), snapshot.fit(row).headroom
-    alone = _alone(snapshot, row.name)
+    name, headroom = module_name(row.name), snapshot.fit(row).headroom or 0
+    others = snapshot._replace(rows=tuple(one for one in snapshot.rows if one.name != row.name))
+    now, without = snapshot.best_scale(), others.best_scale()
+    alone = exponent_of(without) - exponent_of(now) if now and without else 0
+    without_it = f" Without it the scale could be {two_to(alone)} times higher." if alone >= FAR else ""
     return Finding(
         kind="limit",
         severity="note",
         sentence=f"{name[0].upper()}{name[1:]} limits the scale: at step {snapshot.index:,} the largest "
-        f"{_WHAT[row.what].replace(' the ', ' its ')} had {powers(headroom or 0)} of headroom in "
-        f"{snapshot.low_dtype} at {power(snapshot.scale)}"
-        + (f". Without it the scale could be {two_to(alone)} times higher." if alone >= FAR else "."),
-        advice=f"Run {name} in float32, {record.code.in_float32}." if alone >= FAR else "",
-        numbers={"headroom": headroom or 0, "alone": alone},
+        f"value in {_WHAT[row.what]} had {powers(headroom)} of headroom in {snapshot.low_dtype} at "
+        f"{power(snapshot.scale)}.{without_it}",
+        advice=record.code.run_in_float32(row.name) if alone >= FAR else "",
+        numbers={"headroom": headroom, "alone": alone},
     )
 
 
@@ -185,48 +151,17 @@ def module_name(name: str) -> str:
 
 
 _WHAT: Final = {
-    "flow": "gradient of the output",
-    "gradient": "gradient of the parameters",
-    "activation": "output",
+    "flow": "the gradient of its output",
+    "gradient": "the gradients of its parameters",
+    "activation": "its output",
 }
-
-
-def _alone(snapshot: Snapshot, name: str) -> int:
-    """Return how many powers of two higher the scale could be without one module."""
-    others = snapshot._replace(rows=tuple(row for row in snapshot.rows if row.name != name))
-    with_it, without = snapshot.best_scale(), others.best_scale()
-    return exponent_of(without) - exponent_of(with_it) if with_it and without else 0
-
-
-def bfloat16_would_do(record: Record) -> Finding | None:
-    """Tell whether bfloat16 could hold the gradients without a scale."""
-    snapshot = record.snapshot
-    if snapshot is None or needs_no_scale(record.band) or not _gradients(snapshot).nonzero:
-        return None
-    values = _gradients(snapshot).shifted(-exponent_of(snapshot.scale))
-    below, headroom = values.flushed(BANDS["bfloat16"]), values.headroom(BANDS["bfloat16"]) or 0
-    would = "work without a scale" if below < FEW and headroom > 0 else "not work without one"
-    least, most = two_to(values.low), two_to(values.amax_exponent or 0)
-    share = f"and {percent(below)} are below" if below else "and none are below"
-    return Finding(
-        kind="bfloat16",
-        severity="note",
-        sentence=f"bfloat16 would {would}: the gradients are between {least} and {most}, {share} "
-        f"its range. It keeps 8 significant bits; {snapshot.low_dtype} keeps {_BITS[snapshot.low_dtype]}.",
-        numbers={"flushed": below, "headroom": headroom},
-    )
-
-
-_BITS: Final = {"float16": 11, "float8_e5m2": 3, "float8_e4m3fn": 4}
 
 
 def first_parameter(record: Record) -> str:
     """Name the parameter whose gradient was most often the first with inf or NaN, as far as that is known."""
     for name, count in record.first_culprits.most_common(1):
-        return (
-            f" In backward, {name} was the first parameter with inf or NaN in {count:,} of "
-            f"{record.first_culprits.total():,} skipped steps."
-        )
+        skipped = f"{record.first_culprits.total():,} skipped steps"
+        return f" In backward, {name} was the first parameter with inf or NaN in {count:,} of {skipped}."
     names = listed([name for name, _ in record.culprits.most_common()])
     return f" In backward, inf or NaN reached {names}; the order is not known." if names else ""
 
