@@ -350,8 +350,8 @@ OF_NO_PROGRESS: Final = (
         kind="learning rate zero",
         weight=1.5,
         says="The weights do not change: the loss takes the same values from beginning to end.",
-        remedy="Check that the learning rate is above 0, that the optimizer was given the parameters of "
-        "this model{code.own_parameters}, and that the loss depends on them.",
+        remedy="Check that the learning rate is above 0 and that the loss depends on the parameters. "
+        "{code.make_optimizer}",
         predicts=rates(
             "some still 1, all still 98, gradients zero 2, repeats 98, stopped 2, dead outputs 2, bound 2, "
             "still at last 1"

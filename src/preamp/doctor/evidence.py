@@ -229,10 +229,6 @@ class Record:
             was_skipped = bool(skipped)
         return found
 
-    def skips_after(self, cause: str) -> Sequence[Skip]:
-        """Return the skips of one cause."""
-        return [skip for skip in self.skips if skip.cause == cause]
-
     def numbers_of(self, places: Iterable[int]) -> tuple[int, ...]:
         """Return the indices of some steps, at most of the first hundred."""
         return tuple(self.index[place] for place in islice(places, SOME))

@@ -25,7 +25,6 @@ class Code:
     save_scale: str  # a sentence
     reset_statistics: str  # of batch normalization; a clause
     skips_unscaled: str  # makes what skips steps that are not finite without scaling
-    own_parameters: str = ""  # what to add to "the parameters of this model"
     make_optimizer: str  # how to give the optimizer the right parameters; a sentence
     stops_gradients: str  # what keeps gradients from flowing, as a list
     operator_in_float32: str  # how to run an operator in float32 whose layer is not known; a sentence
@@ -65,7 +64,6 @@ TORCH: Final = Code(
     save_scale="Save and load the scaler with the model: scaler.state_dict() and scaler.load_state_dict().",
     reset_statistics="module.reset_running_stats() for BatchNorm",
     skips_unscaled="GradScaler(policy=Static(1.0))",
-    own_parameters=" (after .to() and wrapping)",
     make_optimizer="Create the optimizer last, after model.to(...) and anything that copies or wraps the "
     "model.",
     stops_gradients="detach(), no_grad",

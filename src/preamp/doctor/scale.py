@@ -231,7 +231,7 @@ def _loss_below_normal(record: Record) -> Finding | None:
         "digits there, or round to zero.",
         advice=if_low(record),
         numbers={"loss": first, "scale": highest},
-        settings={"init_scale": FIRST_TRY},
+        settings={"init_scale": FIRST_TRY} if highest < FIRST_TRY else {},
     )
 
 
