@@ -588,7 +588,6 @@ def test_single_steps_lost_at_scales_that_overflow_nothing_are_nan_in_backward()
     places = {20, 33, 71, 90, 131, 160, 171, 200}
     finding = first(sporadic(places, lost=0.6, norm=1.0))
     assert (finding.kinds[0], finding.severity) == ("NaN in backward", "warning")
-    assert "bad inputs" in first(sporadic(places, lost=9e4, norm=1.0)).kinds  # a batch unlike the others
     assert "NaN in backward" not in first(sporadic(places, lost=0.6, norm=200.0)).kinds
 
 
@@ -930,21 +929,6 @@ def test_gradients_that_are_zero_with_a_large_scaled_loss_are_cut_off() -> None:
     assert zeros(2.0**4, 1e-6).kinds[0] == "vanished"
 
 
-def test_skipped_steps_whose_own_loss_is_a_thousand_times_the_usual_are_bad_data() -> None:
-    def told(factor: float) -> tuple[str, ...]:
-        steps, scale = [], 2.0**16
-        for n in range(250):
-            is_bad = n % 25 == 20
-            loss, after = 0.5 + 0.01 * (n * 7 % 31), scale / 2 if is_bad else scale
-            step = Step(n, scale, finite=not is_bad, skipped=is_bad, new_scale=after)
-            steps.append(step._replace(loss=loss * factor if is_bad else loss, amax=None if is_bad else 1.0))
-            scale = after
-        return tuple(first(Trace(steps)).kinds)
-
-    assert "bad inputs" in told(1e8)
-    assert told(5.0) == ("dragged down",)
-
-
 def test_a_low_scale_that_never_moved_under_an_unknown_rule_is_too_low() -> None:
     steps = [
         Step(n, 4.0, finite=True, skipped=False, loss=1e-6 + 1e-9 * (n * 7 % 101), amax=1e-6)
@@ -974,13 +958,3 @@ def test_a_bad_micro_batch_that_the_lens_did_not_see_is_not_blamed_on_the_loss(
                 scaler.update()
                 optimizer.zero_grad()
     assert first(trace).kinds[:1] in (("bad inputs",), ())
-
-
-def test_rows_sorted_by_name_do_not_hide_the_module_that_overflows() -> None:
-    trace = run(41, 100, losses=[0.5] * 5, norms=[0.9] * 5, lost=math.nan)
-    for index, lost in ((0, 0), (40, 0), (60, 9)):
-        rows = row("head", "activation", -2, nonfinite=lost), row("phi", "activation", 15, nonfinite=lost)
-        trace.add_snapshot(Snapshot(index, trace[index].scale, "float16", (*rows, row("q", "activation", 0))))
-    found = first(trace)
-    assert "forward overflow" in found.kinds
-    assert "phi" in " ".join(found.lines())

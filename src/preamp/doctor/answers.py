@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Final
 
 from preamp.doctor import causes, lost, risen, stuck
@@ -18,7 +19,7 @@ from preamp.doctor.risen import Risen
 from preamp.doctor.signs import Source
 from preamp.doctor.snapshots import first_parameter, is_in_order, listed, module_name
 from preamp.doctor.stuck import Stuck
-from preamp.doctor.verdict import Weighed, Weighing, weigh
+from preamp.doctor.verdict import MOST, Weighed, Weighing, weigh
 from preamp.policy import Dynamic, Static
 from preamp.record.formatting import two_to
 
@@ -29,13 +30,9 @@ WHY: Final = 3  # reasons in a sentence
 
 def failed(record: Record) -> Finding | None:
     """Say why no step works any more, or why most late steps are lost."""
-    found = Lost(record)
-    if not found.places:
-        return None
-    late = range(max(0, len(record) - RECENT), len(record))
-    if found.end is None and 2 * sum(place in late for place in found.places) < len(late):
-        return None
-    return _of_lost_steps(found, "problem")
+    found, late = Lost(record), range(max(0, len(record) - RECENT), len(record))
+    is_most = 2 * sum(place in late for place in found.places) >= len(late)
+    return _of_lost_steps(found, "problem") if found.places and (found.end or is_most) else None
 
 
 def lost_steps(record: Record) -> Finding | None:
@@ -45,24 +42,29 @@ def lost_steps(record: Record) -> Finding | None:
 
 
 def _of_lost_steps(found: Lost, severity: Severity) -> Finding:
-    record, end = found.record, found.end
-    if end is None:
-        when = words_of(record, found.places)
-    else:
-        when = "in every step" if end.start == 0 else f"from step {record.index[end.start]:,} on"
-    row = found.origin.row if found.origin is not None else None
+    record, end, origin = found.record, found.end, found.origin
+    row = origin and origin.row
+    when = words_of(record, found.places)
+    if end is not None:
+        when = f"from step {record.index[end.start]:,} on" if end.start else "in every step"
     settings, lower = _lower(found)
     facts = {
+        "symptom": f"Steps are lost whatever the scale ({when.removeprefix('in ')}).",
         "when": when,
-        "float32": record.code.run_in_float32(row.name if row is not None else ""),
-        "there": f"in {module_name(row.name)} " if row is not None else "there ",
+        "float32": record.code.run_in_float32(row.name if row else ""),
+        "there": f"in {module_name(row.name)} " if row else "there ",
         "buffers": f": {listed(record.buffers)} hold inf or NaN" if record.buffers else "",
         "lower": lower,
     }
-    numbers = {"start": found.places[0], "steps": len(found.places)}
-    weighing = weigh(causes.OF_LOST_STEPS, lost.SIGNS, found)
     answer = _answer(
-        record, weighing, facts, severity, numbers, settings, _where(found), seen=found.origin is not None
+        record,
+        weigh(causes.OF_LOST_STEPS, lost.SIGNS, found),
+        facts,
+        severity,
+        {"start": found.places[0], "steps": len(found.places)},
+        settings=settings,
+        where=_where(found),
+        seen=origin is not None,
     )
     return replace(answer, steps=record.numbers_of(found.places))
 
@@ -95,22 +97,16 @@ def _of_row(source: Origin) -> str:
     row = source.row
     if row is None:
         return ""
-    held = (
-        f"NaN in {row.nans:,}"
-        if row.nans and row.nans == row.histogram.nonfinite
-        else f"inf or NaN in {row.histogram.nonfinite:,}"
-    )
-    what = {
-        "data": "input",
-        "weights": "weight",
-        "between": "input",
-        "backward": "gradient of the output" if row.what == "flow" else "gradient of the parameters",
-    }.get(source.stage, "output")
-    amax = row.histogram.amax_exponent
-    others = "" if amax is None else f", and the others are at most {two_to(amax + 1)}"
+    count, amax = row.histogram.nonfinite, row.histogram.amax_exponent
+    of_step = {"data": "input", "weights": "weight", "between": "input"}
+    of_backward = {"flow": "gradient of the output", "gradient": "gradient of the parameters"}
+    what = of_step.get(source.stage) or of_backward.get(row.what, "output")
     first = "is the first with" if is_in_order(row) else "holds"
+    held = "NaN" if row.nans == count else "inf or NaN"
+    others = "" if amax is None else f", and the others are at most {two_to(amax + 1)}"
     return (
-        f" The {what} of {module_name(row.name)} {first} {held} of {row.histogram.total:,} entries{others}."
+        f" The {what} of {module_name(row.name)} {first} {held} in {count:,} of {row.histogram.total:,} "
+        f"entries{others}."
     )
 
 
@@ -128,12 +124,13 @@ def risen_loss(record: Record) -> Finding | None:
 
 def _of_risen_loss(found: Risen, severity: Severity) -> Finding:
     assert found.loss is not None
-    rise = f"the loss rose from {number(found.loss.base)} to {number(found.loss.amax)}"
+    base, amax = found.loss
     step = found.record.index[found.place]
-    facts = {"rise": f"{rise} (highest at step {step:,})"}
+    rise = f"the loss rose from {number(base)} to {number(amax)} (highest at step {step:,})"
+    facts = {"rise": rise, "symptom": f"{rise}.".capitalize()}
     weighing = weigh(causes.OF_RISEN_LOSS, risen.SIGNS, found)
-    numbers = {"first_loss": found.loss.base, "last_loss": found.loss.amax}
-    return replace(_answer(found.record, weighing, facts, severity, numbers, {}, ""), steps=(step,))
+    answer = _answer(found.record, weighing, facts, severity, {"first_loss": base, "last_loss": amax})
+    return replace(answer, steps=(step,))
 
 
 def no_progress(record: Record) -> Finding | None:
@@ -141,26 +138,23 @@ def no_progress(record: Record) -> Finding | None:
     found = Stuck(record)
     if not found:
         return None
-    dead = found.dead
+    dead, still = found.dead, found.still.always if found.still else ()
     facts = {
+        "symptom": "The weights do not change.",
         "bound": number(found.bound) if found.bound else "constant",
         "stopped": f"{record.index[min(found.moved or 0, len(record) - 1)]:,}",
         "dead": dead.words if dead else "they give zeros, and pass no gradient",
-        "still": f": {listed(found.still.always)} never changed"
-        if found.still and found.still.always
-        else "",
+        "still": f": {listed(still)} never changed" if still else "",
         "revive": _revive(record, dead),
     }
     first = "scale" if isinstance(record.policy, Static) else "init_scale"
     settings = {first: HIGHEST_TRY} if record.scales[-1] < HIGHEST_TRY else {}
-    weighing = weigh(causes.OF_NO_PROGRESS, stuck.SIGNS, found)
-    losses = record.loss.finite()
+    weighing, losses = weigh(causes.OF_NO_PROGRESS, stuck.SIGNS, found), record.loss.finite()
     # Where the loss had fallen, a schedule that ends at 0 may be meant.
     fell = len(losses) >= SHORT and median(losses[-LATEST:]) < losses[0] / 2
-    severity: Severity = (
-        "note" if fell and weighing.weighed[0].cause.kind == "stopped learning" else "problem"
-    )
-    return _answer(record, weighing, facts, severity, {"steps": len(record)}, settings, "")
+    is_meant = fell and weighing.weighed[0].cause.kind == "stopped learning"
+    severity: Severity = "note" if is_meant else "problem"
+    return _answer(record, weighing, facts, severity, {"steps": len(record)}, settings=settings)
 
 
 def _revive(record: Record, dead: stuck.Dead | None) -> str:
@@ -182,13 +176,11 @@ def _answer(
     facts: Mapping[str, str],
     severity: Severity,
     numbers: Mapping[str, float],
-    settings: Mapping[str, Any],
-    where: str,
     *,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    where: str = "",
     seen: bool = True,
 ) -> Finding:
-    left = weighing.likely if weighing.verdict == "one of" else weighing.left
-
     def finding(one: Weighed) -> Finding:
         cause = one.cause
         known = {**facts, "code": record.code, "band": record.band.name, "clip": record.clip}
@@ -213,33 +205,26 @@ def _answer(
         )
         for one in weighing.weighed
     )
+    among = tuple(map(finding, weighing.left))
     if weighing.verdict == "cause":
-        only = finding(left[0])
         excluded = [(one.kind, one.speaks_against[0]) for one in weighed[1 : 1 + WHY] if one.speaks_against]
-        return replace(only, sentence=only.sentence + where, excluded=tuple(excluded), weighed=weighed)
-    sources = weighing.to_record()
-    lines = [line for source in sources if (line := _line_to_record(record, source, seen=seen))]
-    to_record = f"To tell, record {'; or '.join(lines)}." if lines else ""
-    among = tuple(finding(one) for one in left)
-    if weighing.verdict == "one of":
         return replace(
-            among[0],
-            among=among,
-            weighed=weighed,
-            sentence=f"One of these, likeliest first.{where}",
-            advice=to_record,
-            because=(),
-            operation=any(one.operation for one in among),
+            among[0], sentence=among[0].sentence + where, excluded=tuple(excluded), weighed=weighed
         )
-    kinds = ", ".join(one.kind for one in among[:LATEST])
-    return Finding(
-        kind="unknown",
-        severity=severity,
-        sentence=f"{_symptom(facts)}{where} The record cannot tell which of these it is: {kinds}.",
+    lines = [line for one in weighing.to_record() if (line := _line_to_record(record, one, seen=seen))]
+    to_record = f"To tell, record {'; or '.join(lines)}." if lines else ""
+    sentence, kinds = f"One of these, likeliest first.{where}", ", ".join(one.kind for one in among[:LATEST])
+    if weighing.verdict == "unknown":
+        sentence = f"{facts['symptom']}{where} The record cannot tell which of these it is: {kinds}."
+    return replace(
+        among[0],
+        kind="unknown" if weighing.verdict == "unknown" else among[0].kind,
+        sentence=sentence,
         advice=to_record,
-        numbers=numbers,
-        verdict="unknown",
+        settings={} if weighing.verdict == "unknown" else among[0].settings,
+        because=(),
         operation=any(one.operation for one in among),
+        among=among[:MOST] if weighing.verdict == "one of" else (),
         weighed=weighed,
     )
 
@@ -252,24 +237,10 @@ def _line_to_record(record: Record, source: Source, *, seen: bool) -> str:
         source: what is missing.
         seen: whether snapshots show the steps that matter.
     """
-    line = record.code.records[source]
     if source == "lens" and record.snapshots:
         return "" if seen else record.code.these_steps
-    has = {
-        "loss": record.loss.count(),
-        "norms": record.grad_norm.count(),
-        "lens": 0,
-        "names": len(record.culprits),
-    }
-    return "" if has[source] else line
-
-
-def _symptom(facts: Mapping[str, str]) -> str:
-    if "when" in facts:
-        return f"Steps are lost whatever the scale ({facts['when'].removeprefix('in ')})."
-    return (
-        f"{facts['rise'][0].upper()}{facts['rise'][1:]}." if "rise" in facts else "The weights do not change."
-    )
+    has = {"loss": record.loss.count(), "norms": record.grad_norm.count(), "names": len(record.culprits)}
+    return "" if has.get(source) else record.code.records[source]
 
 
 def poisoned_buffers(record: Record) -> Finding | None:

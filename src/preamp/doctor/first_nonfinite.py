@@ -6,14 +6,12 @@ first of these that is not finite; everything after it only passes it on.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Final, Literal, NamedTuple
 
 from preamp.doctor.evidence import Record
-from preamp.doctor.snapshots import is_in_order
 from preamp.record.exponents import exponent_of
 from preamp.record.snapshots import Snapshot, SnapshotRow
 
@@ -67,49 +65,29 @@ def lost_snapshots(record: Record, start: int = 0) -> list[Snapshot]:
 
 def origin_of(record: Record, snapshot: Snapshot) -> Origin:
     """Return the place of the first inf or NaN of a step."""
-    before = bisect_left(record.sound, snapshot.index, key=lambda one: one.index)
-    known = record.sound[before - 1] if before else None
-    forward = [row for row in _all(snapshot) if row.direction == "forward"]
-    bad = [row for row in forward if _lost(row) and not _is_on_purpose(row, record.infinite)]
+    bad = [row for row in _all(snapshot) if _lost(row) and not _is_on_purpose(row, record.infinite)]
     if weights := [row for row in bad if row.what == "weight"]:
         return Origin("weights", snapshot, weights[0])
     given = snapshot.inputs[0] if snapshot.inputs else None
     if given is not None and given in bad:
-        return Origin("data", snapshot, given, _what(snapshot, given, None))
+        return Origin("data", snapshot, given, _what(snapshot, given))
     outputs = [row for row in snapshot.rows if row.what == "activation"]
-    lost = [row for row in outputs if row in bad]
-    if lost and not is_in_order(lost[0]):  # sorted by name: the one close to overflow caused the others
-        lost.sort(key=lambda row: _what(snapshot, row, known) != "overflow")
-    first = lost[0] if lost else None
-    if first is not None:
-        return _in_forward(snapshot, first, outputs, bad, known)
+    if first := next((row for row in outputs if row in bad), None):
+        own = next((row for row in snapshot.inputs if row.name == first.name), None)
+        stage: Stage = "between" if own is not None and own in bad else "module"
+        return Origin(stage, snapshot, first, _what(snapshot, first), is_first=outputs[0] is first)
     backward = [row for row in snapshot.rows if row.direction == "backward"]
     gradients = [row for row in backward if _lost(row)]
     if record.is_lost(snapshot):
-        is_measured = any(row.what == "gradient" for row in backward)
-        if outputs and is_measured and not gradients and record.has_skipped(snapshot):
-            return Origin("other pass", snapshot)
-        return Origin("loss" if outputs else "elsewhere", snapshot)
-    if gradients:
-        what = _what(snapshot, gradients[0], known)
-        finite = [row for row in backward if row.what == "flow" and not row.histogram.nonfinite]
-        if what == "unknown" and any(_what(snapshot, row, None) == "overflow" for row in finite):
-            what = "overflow"  # no value of it is left, but those that it was computed from are large
-        return Origin("backward", snapshot, gradients[0], what)
-    return Origin("elsewhere", snapshot)
-
-
-def _in_forward(
-    snapshot: Snapshot,
-    first: SnapshotRow,
-    outputs: list[SnapshotRow],
-    bad: list[SnapshotRow],
-    known: Snapshot | None,
-) -> Origin:
-    own = next((row for row in snapshot.inputs if row.name == first.name), None)
-    stage: Stage = "between" if own is not None and own in bad else "module"
-    what = _what(snapshot, first, known)
-    return Origin(stage, snapshot, first, what, is_first=outputs[0] is first)
+        is_sound = any(row.what == "gradient" for row in backward) and not gradients
+        return Origin("elsewhere" if not outputs else "other pass" if is_sound else "loss", snapshot)
+    if not gradients:
+        return Origin("elsewhere", snapshot)
+    what = _what(snapshot, gradients[0])
+    finite = [row for row in backward if row.what == "flow" and not _lost(row)]
+    if what == "unknown" and any(_what(snapshot, row) == "overflow" for row in finite):
+        what = "overflow"  # no value of it is left, but those that it was computed from are large
+    return Origin("backward", snapshot, gradients[0], what)
 
 
 def most_common_origin(origins: Iterable[Origin]) -> Origin | None:
@@ -128,16 +106,14 @@ def _kind(one: Origin) -> tuple[Stage, str, What]:
 
 
 def given_far_larger(record: Record, snapshot: Snapshot) -> SnapshotRow | None:
-    """Return the first module's input if it is far larger than before or than its format can hold."""
+    """Return the first module's input if it is far larger than in all other steps."""
     row = snapshot.inputs[0] if snapshot.inputs else None
     amax = row.histogram.amax_exponent if row is not None else None
     if row is None or amax is None:
         return None
     others = [_same(one, row) for one in record.sound if one is not snapshot and one.inputs]
     amaxes = [p for other in others if other and (p := other.histogram.amax_exponent) is not None]
-    if amaxes:
-        return row if amax - max(amaxes) >= FAR_LARGER else None
-    return row if row.largest is not None and row.largest > snapshot.band.largest else None
+    return row if amaxes and amax - max(amaxes) >= FAR_LARGER else None
 
 
 def grown(first: Snapshot, last: Snapshot, what: str) -> list[int]:
@@ -147,13 +123,11 @@ def grown(first: Snapshot, last: Snapshot, what: str) -> list[int]:
     return [now - then for now, then in pairs if now is not None and then is not None]
 
 
-def updates_grew(record: Record, until: Snapshot | None = None) -> bool | None:
+def updates_grew(record: Record) -> bool | None:
     """Return whether updates made weights, or the outputs of most modules, much larger; None if unknown."""
-    if not record.snapshots:
+    if len(record.snapshots) < 2:
         return None
-    first, last = record.snapshots[0], until or record.snapshots[-1]
-    if first is last:
-        return None
+    first, last = record.snapshots[0], record.snapshots[-1]
     weights, outputs = grown(first, last, "weight"), grown(first, last, "activation")
     if weights:
         return max(weights) >= UPDATES_SHOW
@@ -174,22 +148,13 @@ def _is_on_purpose(row: SnapshotRow, allowed: Mapping[tuple[str, str], SnapshotR
     return before is not None and not (row.nans and before.nans == 0)
 
 
-def _what(snapshot: Snapshot, row: SnapshotRow, known: Snapshot | None) -> What:
-    top = exponent_of(snapshot.band.largest)
-    amax, nonfinite = row.histogram.amax_exponent, row.histogram.nonfinite
-    if amax is not None:
-        if amax >= top - NEAR:
-            return "overflow"
-        if row.histogram.nonzero >= ENOUGH or (row.nans is not None and row.nans == nonfinite):
-            return "NaN"
-    before = _same(known, row) if known is not None else None
-    if before is not None and before.histogram.amax_exponent is not None:
-        assert known is not None
-        is_scaled = row.direction == "backward"
-        shift = exponent_of(snapshot.scale) - exponent_of(known.scale) if is_scaled else 0
-        if before.histogram.amax_exponent + shift >= top - NEAR:
-            return "overflow"
-    return "unknown"
+def _what(snapshot: Snapshot, row: SnapshotRow) -> What:
+    amax = row.histogram.amax_exponent
+    if amax is None:
+        return "unknown"
+    if amax >= exponent_of(snapshot.band.largest) - NEAR:
+        return "overflow"
+    return "NaN" if row.histogram.nonzero >= ENOUGH or row.nans == _lost(row) else "unknown"
 
 
 def _same(snapshot: Snapshot, row: SnapshotRow) -> SnapshotRow | None:

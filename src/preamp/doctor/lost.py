@@ -22,7 +22,6 @@ from preamp.doctor.history import (
     LATEST,
     SHORT,
     TENFOLD,
-    TWOFOLD,
     Failure,
     failure,
     lost_places,
@@ -34,8 +33,6 @@ from preamp.doctor.snapshots import is_in_order, needs_no_scale
 from preamp.policy import Static
 
 FEW_UPDATES: Final = 4
-EXTREME: Final = 1000.0
-"""A loss this many times the usual one comes from unusual data, since a skipped step keeps the weights."""
 FAR_ABOVE: Final = 16.0  # of gradients, compared with the largest norm of all other steps
 LARGEST: Final = 2.0**24  # no gradient is larger, where no norm is known
 MOSTLY: Final = 0.9
@@ -73,8 +70,6 @@ class Lost:
             return range(end.start, len(record))
         if lost := sorted({*lost_places(record), *record.lost_spikes}):
             return lost
-        if len(alone := _alone(record)) >= FEWEST:
-            return alone
         if max(record.loss.count(), record.grad_norm.count()) < SHORT:
             return ()
         return _not_by_scale(record)
@@ -149,34 +144,15 @@ class Lost:
 
     def _in_module(self, source: Origin) -> set[str]:
         """Return what a module may have done whose output is the first that is not finite."""
-        row = source.row
-        assert row is not None
-        has_inf = row.nans is not None and row.nans < row.histogram.nonfinite
-        if source.what == "overflow" or (source.what == "unknown" and (has_inf or self.has_inf)):
+        if source.what == "overflow" or (source.what == "unknown" and self.has_inf):
             return {OVERFLOW}
-        # Whether NaN arose there, and not in what the snapshot does not show.
-        hides = source.is_first and not source.snapshot.inputs
-        is_made_there = is_in_order(row) and bool(source.snapshot.weights) and not hides
-        return {NAN} if source.what == "NaN" and is_made_there else {OVERFLOW, NAN}
+        is_told = source.what == "NaN" and source.row is not None and is_in_order(source.row)
+        return {NAN} if is_told else {OVERFLOW, NAN}
 
     @property
     def has_inf(self) -> bool | None:
         """Whether the loss was inf in any of these steps."""
         return any(map(math.isinf, self.losses())) if self.loss_lost else None
-
-
-def _alone(record: Record) -> Sequence[int]:
-    """Return skipped steps whose own loss is far larger than usual, while that of the next step is not.
-
-    A skipped step does not change the weights, so it was the batch.
-    """
-    losses = record.loss
-    usual = [abs(losses.values[n]) for n in record.settled if losses.known[n] and not record.skipped[n]]
-    if len(record.skips) < FEWEST or len(usual) < SHORT:
-        return ()
-    bound = max(EXTREME * median(usual), record.band.largest)  # a smaller loss may have a larger weight
-    far = [skip.place for skip in record.skips if abs(losses[skip.place] or 0.0) > bound]
-    return [n for n in far if n + 1 < len(record) and abs(losses[n + 1] or 0.0) <= bound / EXTREME**0.5]
 
 
 def _not_by_scale(record: Record) -> Sequence[int]:
@@ -226,7 +202,7 @@ def _rose(lost: Lost) -> bool | None:
     losses, norms = lost.record.loss.finite(0, stop), lost.record.grad_norm.finite(0, stop)
     loss, norm = rise(losses), rise(norms)
     grew = loss is not None and loss.ratio >= TENFOLD
-    if grew or (norm is not None and norm.ratio >= TENFOLD and (loss is None or loss.ratio >= TWOFOLD)):
+    if grew or (norm is not None and norm.ratio >= TENFOLD):
         return True
     return False if max(len(losses), len(norms)) > LATEST else None
 
@@ -255,8 +231,7 @@ def _is_fixed(lost: Lost) -> bool | None:
         return None
     if isinstance(record.policy, Static) or max(scales) <= (getattr(record.policy, "min_scale", None) or 0.0):
         return True
-    waits = int(getattr(record.policy, "hysteresis", 1))
-    return len(scales) >= 2 * LATEST > waits and len(set(scales)) == 1
+    return len(scales) >= 2 * LATEST and len(set(scales)) == 1
 
 
 def _worked_before(lost: Lost) -> bool:
@@ -291,15 +266,13 @@ def _named(lost: Lost) -> bool | None:
 
 
 def _weights_grew(lost: Lost) -> bool | None:
-    source, record = lost.origin, lost.record
-    if source is None or record.snapshots[0] is source.snapshot:
+    source, first = lost.origin, lost.record.snapshots[:1]
+    if source is None or first[0] is source.snapshot:
         return None
-    first, last = record.snapshots[0], source.snapshot
-    weights, outputs = grown(first, last, "weight"), grown(first, last, "activation")
+    weights = grown(first[0], source.snapshot, "weight")
     if not weights or max(weights) < 1:
         return False if weights else None
-    most = bool(outputs) and median(outputs) >= FEWEST
-    return True if median(weights) >= FEWEST or (most and max(weights) >= 2) else None
+    return median(weights) >= FEWEST or None
 
 
 def _saturated(lost: Lost) -> bool | None:

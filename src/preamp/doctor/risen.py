@@ -43,7 +43,7 @@ class Risen:
         self.first = min(began, levels[0])
         top = max(range(len(levels)), key=levels.__getitem__)
         best = min(levels[: top + 1])
-        stays = Rise(best, late).ratio >= TENFOLD and (late >= 2 * began or (late > began and bool(grew)))
+        stays = Rise(best, late).ratio >= TENFOLD and late >= 2 * began
         never_fell = began > 0.0 and levels[top] >= TENFOLD * began and late >= NOT_BELOW * began
         if best > 0.0 and stays:
             self.loss = Rise(best, late)

@@ -75,11 +75,6 @@ class Weighing:
         shares = [math.exp(one.score - best) for one in self.weighed]
         return "one of" if sum(shares[:MOST]) >= ENOUGH * sum(shares) else "unknown"
 
-    @property
-    def likely(self) -> tuple[Weighed, ...]:
-        """The first of the causes that are left, as many as an answer names."""
-        return self.left[:MOST]
-
     def speaks_for(self, one: Weighed) -> list[str]:
         """Return what speaks for a cause, strongest first, compared with all others that are not excluded."""
         left = [other for other in self.left if other is not one]
