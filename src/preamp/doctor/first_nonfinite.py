@@ -6,8 +6,7 @@ first of these that is not finite; everything after it only passes it on.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Final, Literal, NamedTuple
 
@@ -57,12 +56,6 @@ class Origin(NamedTuple):
         return self.stage in ("module", "between")
 
 
-def lost_snapshots(record: Record, start: int = 0) -> list[Snapshot]:
-    """Return the snapshots of steps with a loss of inf or NaN, from a place on."""
-    first = record.index[start]
-    return [snapshot for snapshot in record.snapshots if snapshot.index >= first and record.is_lost(snapshot)]
-
-
 def origin_of(record: Record, snapshot: Snapshot) -> Origin:
     """Return the place of the first inf or NaN of a step."""
     bad = [row for row in _all(snapshot) if _lost(row) and not _is_on_purpose(row, record.infinite)]
@@ -88,21 +81,6 @@ def origin_of(record: Record, snapshot: Snapshot) -> Origin:
     if what == "unknown" and any(_what(snapshot, row) == "overflow" for row in finite):
         what = "overflow"  # no value of it is left, but those that it was computed from are large
     return Origin("backward", snapshot, gradients[0], what)
-
-
-def most_common_origin(origins: Iterable[Origin]) -> Origin | None:
-    """Return the most frequent kind of origin; of several of this kind, the one at the lowest scale."""
-    listed = list(origins)
-    # A pass that was sound does not show what happened in the others; another snapshot may.
-    listed = [one for one in listed if one.stage != "other pass"] or listed
-    if not listed:
-        return None
-    (kind, _), *_ = Counter(map(_kind, listed)).most_common(1)
-    return min((one for one in listed if _kind(one) == kind), key=lambda one: one.snapshot.scale)
-
-
-def _kind(one: Origin) -> tuple[Stage, str, What]:
-    return one.stage, one.row.name if one.row else "", one.what
 
 
 def given_far_larger(record: Record, snapshot: Snapshot) -> SnapshotRow | None:

@@ -98,10 +98,7 @@ def rise(values: Sequence[float]) -> Rise | None:
     if len(values) < 2:
         return None
     before = values[: -min(LATEST, len(values) - 1)]
-    amax, late = max(values[-LATEST:]), median(values[-max(len(values) // 3, 1) :])
-    base = min(values[0], median(before))
-    if amax < max(before) / 2:  # a single large number before is not part of the rise
-        amax, base = late, values[0]
+    base, amax = min(values[0], median(before)), max(values[-LATEST:])
     return Rise(base, amax) if amax > base else None
 
 

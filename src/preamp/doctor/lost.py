@@ -14,8 +14,6 @@ from preamp.doctor.first_nonfinite import (
     Origin,
     given_far_larger,
     grown,
-    lost_snapshots,
-    most_common_origin,
     origin_of,
 )
 from preamp.doctor.history import (
@@ -92,18 +90,20 @@ class Lost:
 
     @cached_property
     def origin(self) -> Origin | None:
-        """Where the first inf or NaN was, in snapshots of such steps; None without any."""
-        record, end = self.record, self.end
-        if not self.places:
-            return None
-        if end is not None and self.loss_lost:  # only the first that shows it: later more may be lost
-            found = [origin_of(record, one) for one in lost_snapshots(record, end.start)]
-            return next((one for one in found if one.stage != "other pass"), found[-1] if found else None)
-        if self.loss_lost:
-            return most_common_origin(origin_of(record, one) for one in lost_snapshots(record))
+        """Where the first inf or NaN was, in snapshots of such steps; None without any.
+
+        After a loss that was lost, more and more may be, so that the first snapshot tells most. If it was not,
+        the last one does, which has the lowest scale. Where the recorded pass was sound, another may not be.
+        """
+        record = self.record
         mine = {record.index[place] for place in self.places}
-        seen = [one for one in record.snapshots if one.index in mine and not record.is_lost(one)]
-        return most_common_origin(origin_of(record, one) for one in seen)
+        seen = [
+            one
+            for one in record.snapshots
+            if one.index in mine and record.is_lost(one) == bool(self.loss_lost)
+        ]
+        found = [origin_of(record, one) for one in (seen if self.loss_lost else reversed(seen))]
+        return next((one for one in found if one.stage != "other pass"), found[0] if found else None)
 
     @cached_property
     def parts(self) -> frozenset[str]:

@@ -224,8 +224,6 @@ def _is_bias_alone(rows: Sequence[SnapshotRow]) -> bool:
 def _to_gain(stuck: Stuck) -> bool | None:
     """Whether the scale is far below what the gradients allow, and some are lost because of it."""
     record = stuck.record
-    if stuck.gradients_zero and _large_loss(stuck):
-        return None
     saves = False if needs_no_scale(record.band) else saves_something(record.snapshot)
     return saves and (record.headroom is None or record.headroom >= FEWEST)
 
