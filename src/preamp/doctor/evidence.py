@@ -233,12 +233,6 @@ class Record:
         """Return the indices of some steps, at most of the first hundred."""
         return tuple(self.index[place] for place in islice(places, SOME))
 
-    def fell_early(self, scale: float) -> bool:
-        """Return whether a scale, or a lower one, overflowed in the first tenth of `settled` or before."""
-        end = self.settled[len(self.settled) // 10] + 1 if self.settled else len(self)
-        pairs = zip(self.skipped[:end], self.scales, strict=False)
-        return any(skipped and used <= scale for skipped, used in pairs)
-
     def rate(self, count: int) -> float:
         """Return a count of steps as a share of `settled`."""
         return count / max(len(self.settled), 1)

@@ -92,17 +92,13 @@ class Lost:
     def origin(self) -> Origin | None:
         """Where the first inf or NaN was, in snapshots of such steps; None without any.
 
-        After a loss that was lost, more and more may be, so that the first snapshot tells most. If it was not,
-        the last one does, which has the lowest scale. Where the recorded pass was sound, another may not be.
+        Where the loss is lost, the first snapshot tells most: more and more is lost after it. Where it is
+        not, the last one does, at the lowest scale. If the recorded pass was sound, another may not be.
         """
-        record = self.record
+        record, is_lost = self.record, bool(self.loss_lost)
         mine = {record.index[place] for place in self.places}
-        seen = [
-            one
-            for one in record.snapshots
-            if one.index in mine and record.is_lost(one) == bool(self.loss_lost)
-        ]
-        found = [origin_of(record, one) for one in (seen if self.loss_lost else reversed(seen))]
+        seen = [one for one in record.snapshots if one.index in mine and record.is_lost(one) == is_lost]
+        found = [origin_of(record, one) for one in (seen if is_lost else reversed(seen))]
         return next((one for one in found if one.stage != "other pass"), found[0] if found else None)
 
     @cached_property

@@ -186,7 +186,7 @@ def too_low(record: Record) -> Finding | None:
     scales, settings = record.of(record.late), _higher_start(record)
     usual, highest = median_low(scales), _scale(exponent_of(median_low(scales)) + record.headroom)
     ceiling = getattr(record.policy, "max_scale", None)
-    is_held = 2 * scales.count(ceiling or 0.0) >= len(scales) and not record.fell_early(usual)
+    is_held = 2 * scales.count(ceiling or 0.0) >= len(scales)
     losses = [*map(abs, record.loss.finite())]
     # Gradients are small where hardly any loss is left, and losing digits matters little then.
     has_converged = len(losses) >= SHORT and median(losses[-LATEST:]) <= OFTEN * median(losses[:LATEST])

@@ -22,7 +22,6 @@ ALIKE: Final = 1.002
 VARIES: Final = 0.01
 LEAST_STEPS: Final = 10  # between snapshots whose weights are compared
 LEAST_WEIGHTS: Final = 16  # of which one shows an update
-MOST_VALUES: Final = 10_000  # of batches in an epoch
 
 
 class Stuck:
@@ -65,7 +64,7 @@ class Stuck:
         if len(losses) < 2 * SHORT or len(losses) < len(self.record):
             return None
         late = set(losses[-tail:])
-        if late == {0.0} or len(late) > MOST_VALUES or not late <= set(losses[-2 * tail : -tail]):
+        if late == {0.0} or not late <= set(losses[-2 * tail : -tail]):
             return None
         return next((n + 1 for n in reversed(range(len(losses))) if losses[n] not in late), 0)
 
@@ -148,24 +147,16 @@ class Dead(NamedTuple):
 
 def dead_outputs(record: Record) -> Dead | None:
     """Find a module whose outputs have become zero, so that the modules before it get no gradient."""
-    clean = [
-        snapshot for snapshot in record.snapshots if not any(r.histogram.nonfinite for r in snapshot.rows)
-    ]
+    clean = [one for one in record.snapshots if not any(r.histogram.nonfinite for r in one.rows)]
     if len(clean) < 2:
         return None
-    dead, stuck = (
-        [
-            {row.name for row in one.rows if (row.what == "activation") == forward and _is_zero(row)}
-            for one in clean[-2:]
-        ]
-        for forward in (True, False)
-    )
-    names = [row.name for row in clean[-1].rows if row.name in dead[0] & dead[1]]
-    if not names or not stuck[0] & stuck[1]:
+    zeros = [[row for row in one.rows if _is_zero(row)] for one in (clean[0], *clean[-2:])]
+    outputs = [dict.fromkeys(row.name for row in rows if row.what == "activation") for rows in zeros]
+    names = [name for name in outputs[2] if name in outputs[1]]
+    if not names or not all(any(row.direction == "backward" for row in rows) for rows in zeros[1:]):
         return _fed_with_zeros(clean)
-    always = any(row.name == names[0] and row.what == "activation" and _is_zero(row) for row in clean[0].rows)
-    words = f"all outputs of {module_name(names[0])} are exactly zero {_since(always)}"
-    return Dead(words, names[0], always)
+    always = names[0] in outputs[0]
+    return Dead(f"all outputs of {module_name(names[0])} are exactly zero {_since(always)}", names[0], always)
 
 
 def _since(always: bool) -> str:
