@@ -72,8 +72,9 @@ def origin_of(record: Record, snapshot: Snapshot) -> Origin:
     backward = [row for row in snapshot.rows if row.direction == "backward"]
     gradients = [row for row in backward if _lost(row)]
     if record.is_lost(snapshot):
-        is_sound = any(row.what == "gradient" for row in backward) and not gradients
-        return Origin("elsewhere" if not outputs else "other pass" if is_sound else "loss", snapshot)
+        is_measured = any(row.what == "gradient" for row in backward)
+        is_other = is_measured and not gradients and record.has_skipped(snapshot)
+        return Origin("elsewhere" if not outputs else "other pass" if is_other else "loss", snapshot)
     if not gradients:
         return Origin("elsewhere", snapshot)
     what = _what(snapshot, gradients[0])

@@ -93,13 +93,20 @@ class Lost:
         """Where the first inf or NaN was, in snapshots of such steps; None without any.
 
         Where the loss is lost, the first snapshot tells most: more and more is lost after it. Where it is
-        not, the last one does, at the lowest scale. If the recorded pass was sound, another may not be.
+        not, the last one does, at the lowest scale. If the recorded pass was sound, another may not be, and
+        inputs that only some of the last steps of a run had do not explain why it never recovered.
         """
         record, is_lost = self.record, bool(self.loss_lost)
         mine = {record.index[place] for place in self.places}
         seen = [one for one in record.snapshots if one.index in mine and record.is_lost(one) == is_lost]
         found = [origin_of(record, one) for one in (seen if is_lost else reversed(seen))]
-        return next((one for one in found if one.stage != "other pass"), found[0] if found else None)
+        told = [one for one in found if one.stage != "other pass"] or found
+        if self.end is not None:
+            told = [one for one in told if not self._is_of_inputs(one)] or told
+        return told[0] if told else None
+
+    def _is_of_inputs(self, source: Origin) -> bool:
+        return source.stage == "data" or given_far_larger(self.record, source.snapshot) is not None
 
     @cached_property
     def parts(self) -> frozenset[str]:
@@ -142,7 +149,9 @@ class Lost:
         """Return what a module may have done whose output is the first that is not finite."""
         if source.what == "overflow" or (source.what == "unknown" and self.has_inf):
             return {OVERFLOW}
-        is_told = source.what == "NaN" and source.row is not None and is_in_order(source.row)
+        # Between modules, NaN may be what is left of an overflow, as after a softmax.
+        row = source.row
+        is_told = source.stage == "module" and source.what == "NaN" and row is not None and is_in_order(row)
         return {NAN} if is_told else {OVERFLOW, NAN}
 
     @property
@@ -164,6 +173,15 @@ def _not_by_scale(record: Record) -> Sequence[int]:
         and largest / skip.scale >= needed
         and abs(record.loss[skip.place] or 0.0) * skip.scale <= largest
     ]
+    others = [skip.place for skip in record.skips if skip.cause != "growth"]
+    seen = [origin_of(record, one) for one in record.snapshots if record.has_skipped(one)]
+    nans = [
+        one.row
+        for one in seen
+        if one.stage == "backward" and one.what != "overflow" and one.row and one.row.nans
+    ]
+    if nans and 2 * len(nans) >= len(seen) and not _stand_out(record, others):
+        return others
     return certain if len(certain) >= FEWEST and not _stand_out(record, certain) else ()
 
 
