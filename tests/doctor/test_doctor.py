@@ -353,11 +353,11 @@ def test_head_room_that_would_save_nothing_is_no_finding() -> None:
 def test_what_a_module_limits_and_whether_it_does_so_alone() -> None:
     rows = [
         row("body.0", "flow", -6, (1, 2)),
-        row("body.1", "flow", 3, (1,)),
+        row("body.1", "flow", 12, (1,)),
         row("body.1", "gradient", -4, (1,)),
     ]
     (finding,) = [f for f in diagnose(looked_at(*rows)).findings if f.kind == "limit"]
-    assert finding.numbers == {"headroom": 12, "alone": 8}
+    assert finding.numbers == {"headroom": 3, "alone": 17}
     assert finding.sentence.startswith(
         "Module body.1 limits the scale: at step 2,999 the largest value in the gradient of its output"
     )

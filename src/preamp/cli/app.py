@@ -415,7 +415,7 @@ def doctor(
 
     Args:
         traces: files that a Trace was written to, or "run.{rank}.jsonl" for the ranks of one job.
-        explain: show every cause that was considered, with what speaks for it and against it.
+        explain: show every cause that was compared, with what speaks for it and against it.
         json_file: where to write the same as JSON, by the names of the runs.
     """
     from preamp.doctor import diagnose

@@ -43,7 +43,7 @@ def lost_steps(record: Record) -> Finding | None:
 
 def _of_lost_steps(found: Lost, severity: Severity) -> Finding:
     record, end, origin = found.record, found.end, found.origin
-    row = origin and origin.row
+    row, is_between = origin and origin.row, origin is not None and origin.stage == "between"
     when = words_of(record, found.places)
     if end is not None:
         when = f"from step {record.index[end.start]:,} on" if end.start else "in every step"
@@ -51,8 +51,8 @@ def _of_lost_steps(found: Lost, severity: Severity) -> Finding:
     facts = {
         "symptom": f"Steps are lost whatever the scale ({when.removeprefix('in ')}).",
         "when": when,
-        "float32": record.code.run_in_float32(row.name if row else ""),
-        "there": f"in {module_name(row.name)} " if row else "there ",
+        "float32": record.code.run_in_float32(row.name if row and not is_between else ""),
+        "there": f"{'before' if is_between else 'in'} {module_name(row.name)} " if row else "there ",
         "buffers": f": {listed(record.buffers)} hold inf or NaN" if record.buffers else "",
         "lower": lower,
     }
@@ -142,18 +142,20 @@ def no_progress(record: Record) -> Finding | None:
     facts = {
         "symptom": "The weights do not change.",
         "bound": number(found.bound) if found.bound else "constant",
-        "stopped": f"{record.index[min(found.moved or 0, len(record) - 1)]:,}",
+        "stopped": f"from step {record.index[found.moved]:,} on the losses repeat exactly"
+        if found.moved and found.moved < len(record)
+        else "they are the same in the last snapshots",
         "dead": dead.words if dead else "they give zeros, and pass no gradient",
         "still": f": {listed(still)} never changed" if still else "",
         "revive": _revive(record, dead),
     }
-    first = "scale" if isinstance(record.policy, Static) else "init_scale"
-    settings = {first: HIGHEST_TRY} if record.scales[-1] < HIGHEST_TRY else {}
+    settings = {"init_scale": HIGHEST_TRY} if record.scales[-1] < HIGHEST_TRY else {}
     weighing, losses = weigh(causes.OF_NO_PROGRESS, stuck.SIGNS, found), record.loss.finite()
     # Where the loss had fallen, a schedule that ends at 0 may be meant.
     fell = len(losses) >= SHORT and median(losses[-LATEST:]) < losses[0] / 2
     is_meant = fell and weighing.weighed[0].cause.kind == "stopped learning"
-    severity: Severity = "note" if is_meant else "problem"
+    is_part = found.still is not None and found.still.some and bool(still)
+    severity: Severity = "note" if is_meant else "warning" if is_part else "problem"
     return _answer(record, weighing, facts, severity, {"steps": len(record)}, settings=settings)
 
 
@@ -161,7 +163,7 @@ def _revive(record: Record, dead: stuck.Dead | None) -> str:
     if dead is not None and dead.always:
         return (
             "They are zero from the start: check the initial weights and biases, such as a large negative "
-            "bias before a ReLU, and whether the module divides by a value that overflows, which gives 0. "
+            "bias before a ReLU. A module that divides by a value that overflows gives zeros, too. "
             f"{record.code.run_in_float32(dead.name)}"
         )
     return (

@@ -44,7 +44,7 @@ CHECK: Final = (
 )
 FORWARD: Final = " No loss scale helps, because the loss is scaled after the forward pass."
 PARTS: Final = (
-    "inputs bad 2, inputs large 0.5, weights bad 2, module overflow 2, module NaN 2, outputs finite 2, "
+    "inputs bad 2, inputs odd 1, weights bad 2, module overflow 2, module NaN 2, outputs finite 2, "
     "gradient overflow 2, gradient NaN 2, pass sound 2"
 )
 """Where the first inf or NaN of a step can be. What begins in one of these parts leaves the others sound."""
@@ -142,8 +142,8 @@ OF_LOST_STEPS: Final = (
         remedy="Update what is kept only in steps that were taken: {code.if_taken}. Go back to a checkpoint "
         "before the first of these steps.",
         predicts=one_part(
-            "inputs bad 30, outputs finite 60, all at once 95, outputs saturate 40, to the end 99.8, no "
-            "update before 1, few updates 10, loss lost 98, inf 15, rose 5, weights grew 10"
+            "inputs bad 30, inputs odd 31, outputs finite 60, all at once 95, outputs saturate 40, to the "
+            "end 99.8, no update before 1, few updates 10, loss lost 98, inf 15, rose 5, weights grew 10"
         ),
     ),
     Cause(
@@ -153,7 +153,7 @@ OF_LOST_STEPS: Final = (
         "computed from them is lost at any scale.",
         remedy=CHECK,
         predicts=one_part(
-            "inputs bad 60, inputs large 40, module overflow 3, module NaN 3, gradient overflow 8, "
+            "inputs bad 60, inputs odd 97, module overflow 3, module NaN 3, gradient overflow 8, "
             "gradient NaN 8, pass sound 15, any scale 90, all at once 90, to the end 35, no update before "
             "10, few updates 5, loss lost 75, rose 5, weights grew 10, began otherwise 2, rare 45, in "
             "rhythm 50"
@@ -188,8 +188,8 @@ OF_LOST_STEPS: Final = (
         says="An operation in the forward pass makes NaN or inf of finite values, {when}." + FORWARD,
         remedy="Look {there}for a division by a norm, a deviation or a count that can be zero, the "
         "logarithm or root of a value that may be zero or negative, and a softmax over a row that is "
-        "completely masked: add an epsilon, or clamp. Float32 fixes only a difference, an exponential or a "
-        "mask that is too large for {band}.",
+        "completely masked: add an epsilon, or clamp. If a value there comes close to the largest of "
+        "{band}, as the scores of attention can, compute it in float32.",
         predicts=one_part(
             "module NaN 98, all at once 50, to the end 40, no update before 30, few updates 10, loss lost "
             "98, inf 20, rose 5, weights grew 20, rare 12, in rhythm 15"
@@ -300,7 +300,7 @@ OF_NO_PROGRESS: Final = (
         says="All gradients are zero: they round to zero in {band}.",
         remedy="Start high: every step that overflows lowers the scale.",
         predicts=rates(
-            "gradients zero 98, scaled loss large 1, gradients elsewhere 2, dead outputs 2, bound 2, scale "
+            "gradients zero 99.8, scaled loss large 1, gradients elsewhere 2, dead outputs 2, bound 2, scale "
             "to gain 95, repeats 30, all still 30"
         ),
         settings=True,
@@ -313,14 +313,15 @@ OF_NO_PROGRESS: Final = (
         "parameters and the loss, for frozen parameters, and for an optimizer that was given the parameters "
         "of another model.",
         predicts=rates(
-            "gradients zero 98, scaled loss large 90, gradients elsewhere 2, repeats 50, dead outputs 4, "
+            "gradients zero 99.8, scaled loss large 90, gradients elsewhere 2, repeats 50, dead outputs 4, "
             "bound 2, scale to gain 5, all still 30"
         ),
     ),
     Cause(
         kind="other parameters",
         says="The optimizer does not hold all parameters that get gradients{still}.",
-        remedy="{code.make_optimizer}",
+        remedy="{code.make_optimizer} If these are not meant to be trained, they need no gradients: "
+        "{code.freeze}.",
         predicts=rates(
             "some still 50, all still 40, gradients zero 60, gradients elsewhere 98, repeats 50, stopped "
             "2, dead outputs 2, bound 2, scale to gain 30, still at last 1"
@@ -332,7 +333,7 @@ OF_NO_PROGRESS: Final = (
         says="Gradients are cleared after backward and before the step, so that the step finds zeros.",
         remedy="{code.clear_sentence}",
         predicts=rates(
-            "gradients zero 98, gradients elsewhere 98, repeats 50, stopped 2, bound 2, dead outputs 2, "
+            "gradients zero 99.8, gradients elsewhere 98, repeats 50, stopped 2, bound 2, dead outputs 2, "
             "some still 2, all still 90, still at last 1, scale to gain 30"
         ),
     ),
@@ -359,7 +360,7 @@ OF_NO_PROGRESS: Final = (
     ),
     Cause(
         kind="stopped learning",
-        says="From step {stopped} on the weights no longer change: the losses repeat exactly.",
+        says="The weights no longer change: {stopped}.",
         remedy="Check whether the learning-rate schedule has reached 0. If the loss is worse than before, "
         "the learning rate was too high, and units have died: lower it, or warm it up.",
         predicts=rates(

@@ -81,7 +81,7 @@ class Diagnosis:
         if flags is None or not any(finding.operation for finding in self.findings):
             return ""
         command = f"preamp blame MODULE:FUNCTION --dtype {self.record.band.name}{flags}"
-        return f"{command} says which operation of your step loses accuracy."
+        return f"{command} says which operation loses accuracy, if the function takes a batch of such a step."
 
     def rehearsal(self) -> str:
         """Return what the better policy would do with the recorded amaxes; "" if there are none."""
@@ -143,7 +143,8 @@ def _findings(record: Record) -> list[Finding]:
     failed = _all((answers.failed, answers.risen_for_good), record)
     if broken := failed or flushed or _all((answers.no_progress,), record):
         # A run that does not train at all needs no advice on how to train better.
-        return [broken[0], *_all((answers.poisoned_buffers, spikes), record)]
+        is_named = "poisoned buffers" in broken[0].kinds
+        return [broken[0], *_all((spikes,) if is_named else (answers.poisoned_buffers, spikes), record)]
     if unscaled:
         return [*unscaled, *_all((spikes, *SNAPSHOTS), record)]
     damaged = _all((scale.lost_scale, answers.lost_steps, answers.risen_loss), record)[:1]

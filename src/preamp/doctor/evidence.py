@@ -315,9 +315,8 @@ class Record:
 
     @property
     def clip(self) -> str:
-        """The argument that clips gradients: to their usual norm, where it is known."""
-        norms = self.grad_norm.finite()
-        usual = median(norms[: max(20, len(norms) // 10)]) if norms else 0.0
+        """The argument that clips gradients: to the norm that they began with, where it is known."""
+        usual = min(self.grad_norm.finite()[:SOME], default=0.0)
         return self.code.clip.format(norm=f"{usual or 1.0:.1g}" if usual < 1e4 else f"{usual:.0e}")
 
     @cached_property

@@ -91,13 +91,13 @@ class Finding:
             return [" ".join(filter(None, said))]
         listed = [f"{self.sentence} {self.advice}".strip()]
         for place, one in enumerate(self.among, start=1):
-            why = f" For it speaks: {'; '.join(one.because)}." if one.because else ""
+            why = f" Evidence: {'; '.join(one.because)}." if one.because else ""
             listed.append(f"{place}. {_capital(one.kind)}: {one.sentence}{why} {one.advice}")
         return listed
 
     def explained(self) -> list[str]:
         """Return for every cause that was considered what speaks for it and against it, as lines of text."""
-        listed = []
+        listed = [] if self.weighed or not self.is_bad else ["measured; no causes were compared"]
         for one in self.weighed:
             left = ("the cause" if self.verdict == "cause" else "possible") if one.left else "excluded"
             listed.append(f"{one.kind} ({left})")

@@ -26,6 +26,7 @@ class Code:
     reset_statistics: str  # of batch normalization; a clause
     skips_unscaled: str  # makes what skips steps that are not finite without scaling
     make_optimizer: str  # how to give the optimizer the right parameters; a sentence
+    freeze: str  # keeps parameters from getting gradients
     stops_gradients: str  # what keeps gradients from flowing, as a list
     operator_in_float32: str  # how to run an operator in float32 whose layer is not known; a sentence
     layer_in_float32: str  # how to do so for the layer {name}, which is at model{path}
@@ -66,6 +67,7 @@ TORCH: Final = Code(
     skips_unscaled="GradScaler(policy=Static(1.0))",
     make_optimizer="Create the optimizer last, after model.to(...) and anything that copies or wraps the "
     "model.",
+    freeze="requires_grad_(False)",
     stops_gradients="detach(), no_grad",
     operator_in_float32="Run the operator that overflows in float32: autocast(..., "
     'casting=casting.DEFAULT.float32("exp")), with its name instead of exp.',
@@ -78,7 +80,7 @@ TORCH: Final = Code(
     records={
         "loss": "the loss, by scaler.scale(loss)",
         "norms": "gradient norms, GradScaler(max_norm=math.inf, on_step=trace)",
-        "lens": "snapshots, lens = Lens(model, scaler=scaler, on_snapshot=trace.add_snapshot)",
+        "lens": "snapshots, lens = Lens(model, 10, scaler=scaler, on_snapshot=trace.add_snapshot)",
         "names": "the names of parameters and buffers, GradScaler(model=model, on_step=trace)",
     },
     these_steps="snapshots of these very steps, Lens(model, 1, scaler=scaler, "
@@ -97,6 +99,7 @@ JAX: Final = Code(
     reset_statistics="initialize the batch statistics again",
     skips_unscaled="loss_scaled(optimizer, Static(1.0))",
     make_optimizer="Call optimizer.init with the parameters that are trained.",
+    freeze="jax.lax.stop_gradient",
     stops_gradients="stop_gradient",
     operator_in_float32=TORCH.operator_in_float32,
     layer_in_float32="call what computes {name} as autocast(function, enabled=False), with inputs in float32",
@@ -127,6 +130,7 @@ KERAS: Final = Code(
     reset_statistics="assign zeros to moving_mean and ones to moving_variance of BatchNormalization",
     skips_unscaled="LossScaleOptimizer(optimizer, policy=Static(1.0))",
     make_optimizer="Make a new optimizer for this model, and give it the model's trainable variables.",
+    freeze="layer.trainable = False",
     stops_gradients="stop_gradient",
     operator_in_float32='Run the layer that overflows in float32: give it dtype="float32".',
     layer_in_float32='give {name} dtype="float32"',

@@ -139,7 +139,7 @@ def words_of(record: Record, places: Sequence[int]) -> str:
     """Return some steps for a sentence: how many, and the first five."""
     steps = "1 step" if len(places) == 1 else f"{len(places):,} steps"
     period = period_of(places)
-    again = f", {period:,} steps apart or a multiple of that" if period else ""
+    again = f", always a multiple of {period:,} steps apart" if period else ""
     return f"in {steps} ({first_of(record, places)}){again}"
 
 

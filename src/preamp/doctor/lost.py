@@ -279,6 +279,13 @@ def _named(lost: Lost) -> bool | None:
     return False if known else None
 
 
+def _inputs_odd(lost: Lost) -> bool | None:
+    source = lost.origin
+    if source is None or source.stage in ("data", "other pass"):
+        return True if source and source.stage == "data" else None
+    return lost._inputs_large
+
+
 def _weights_grew(lost: Lost) -> bool | None:
     source, first = lost.origin, lost.record.snapshots[:1]
     if source is None or first[0] is source.snapshot:
@@ -306,7 +313,7 @@ PARTS: Final = {
     INPUTS: ("the inputs hold inf or NaN", "the inputs are finite"),
     WEIGHTS: ("weights hold inf or NaN", "all weights are finite"),
     OVERFLOW: ("a module overflows in forward", "no module overflows in forward"),
-    NAN: ("a module makes NaN of small, finite values", "no module makes NaN of them"),
+    NAN: ("a module makes NaN of small, finite values", "no module makes NaN of finite values"),
     LOSS: (
         "all outputs of modules are finite, and the loss is not",
         "an output or a gradient is not finite",
@@ -347,7 +354,7 @@ SIGNS: Final = {
     "all at once": Sign(_all_at_once, "it began for all batches at once", "single steps had failed before"),
     "rare": Sign(
         lambda lost: (lost.end is None and len(lost.places) <= len(lost.record) / RARELY) or None,
-        "it happened to hardly any step",
+        "it happened in few steps",
         usual=0.1,
     ),
     "in rhythm": Sign(
@@ -378,16 +385,18 @@ SIGNS: Final = {
         "the gradients have the current scale",
         usual=0.02,
     ),
-    "named": Sign(_named, "parameters of this rank are named", "no parameter of this rank is named", "names"),
+    "named": Sign(
+        _named, "gradients of this rank have inf or NaN", "no gradient of this rank has them", "names"
+    ),
     "buffers": Sign(
         lambda lost: bool(lost.record.buffers) or None,
         "buffers hold inf or NaN after a skipped step",
         source="names",
         usual=0.2,
     ),
-    "inputs large": Sign(
-        lambda lost: lost._inputs_large,
-        "the inputs are far larger than usual",
+    "inputs odd": Sign(
+        _inputs_odd,
+        "the inputs are not finite, or far larger than usual",
         "the inputs are as large as usual",
         "lens",
     ),

@@ -45,7 +45,7 @@ class Risen:
         best = min(levels[: top + 1])
         stays = Rise(best, late).ratio >= TENFOLD and late >= 2 * began
         never_fell = began > 0.0 and levels[top] >= TENFOLD * began and late >= NOT_BELOW * began
-        if best > 0.0 and stays:
+        if best > 0.0 and stays and grew is not False:
             self.loss = Rise(best, late)
         elif never_fell and grew is not False:
             self.loss = Rise(began, levels[top])

@@ -127,7 +127,11 @@ def _reasons(record: Record) -> Iterator[tuple[str, list[int], float, str, str, 
     if is_low and record.rate(len(skips)) <= 10 * OFTEN:
         moved = f"lowered the scale from {power(worked)} to {power(min(record.scales))}"
         why = f": single steps overflowed at scales that had worked before, and {moved}"
-        advice = "Back off only at the second overflow in a row. Also look at the data of these steps."
+        look = f" (record {record.code.these_steps})" if record.code.these_steps else ""
+        advice = (
+            f"Look at the data and the derivatives of these steps first{look}. If they are ordinary, back "
+            "off only at the second overflow in a row."
+        )
         yield "dragged down", places, FEWEST, why, advice, {"hysteresis": 2, **longer}
 
     advice = "Why, the record cannot tell: look at the data of these steps, and at the learning rate."
@@ -190,7 +194,8 @@ def too_low(record: Record) -> Finding | None:
     losses = [*map(abs, record.loss.finite())]
     # Gradients are small where hardly any loss is left, and losing digits matters little then.
     has_converged = len(losses) >= SHORT and median(losses[-LATEST:]) <= OFTEN * median(losses[:LATEST])
-    is_much = record.headroom >= MUCH and not has_converged
+    if has_converged:
+        return None
     start = settings.get("scale") or settings.get("init_scale") or 0.0
     advice = "The gradients shrink: let the scale grow sooner, or follow their amaxes with Headroom()."
     if is_held:
@@ -200,7 +205,7 @@ def too_low(record: Record) -> Finding | None:
         advice = f"Start higher, at {power(start)}: one power of two, as a margin, below what {these} allow."
     return Finding(
         kind="at the ceiling" if is_held else "too low",
-        severity="warning" if is_much else "note",
+        severity="warning" if record.headroom >= MUCH else "note",
         sentence=f"At {power(usual)}{', its max_scale' if is_held else ''}, the scale is "
         f"{powers(record.headroom)} below {power(highest)}, the highest that all late steps allow."
         f"{lost_words(record.snapshot, settings.get('max_scale') or start or None)}",

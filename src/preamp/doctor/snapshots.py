@@ -138,9 +138,9 @@ def limited(record: Record) -> Finding | None:
         kind="limit",
         severity="note",
         sentence=f"{name[0].upper()}{name[1:]} limits the scale: at step {snapshot.index:,} the largest "
-        f"value in {_WHAT[row.what]} had {powers(headroom)} of headroom in {snapshot.low_dtype} at "
+        f"value in {_WHAT[row.what]} had {powers(max(headroom, 0))} of headroom in {snapshot.low_dtype} at "
         f"{power(snapshot.scale)}.{without_it}",
-        advice=record.code.run_in_float32(row.name) if alone >= FAR else "",
+        advice=record.code.run_in_float32(row.name) if alone >= FAR > headroom else "",
         numbers={"headroom": headroom, "alone": alone},
     )
 

@@ -256,12 +256,11 @@ SIGNS: Final = {
     "repeats": Sign(
         lambda stuck: stuck.moved == 0,
         "losses repeat from the beginning",
-        "losses do not repeat from the beginning",
+        "losses do not repeat",
     ),
     "stopped": Sign(
         lambda stuck: bool(stuck.moved),
         "losses repeat from some step on",
-        "losses do not begin to repeat",
         usual=0.2,
     ),
     "bound": Sign(
@@ -274,12 +273,11 @@ SIGNS: Final = {
     "some still": Sign(
         lambda stuck: stuck.still and bool(stuck.still.always and stuck.still.some),
         "some weights with gradients never changed",
-        "all weights changed",
-        "lens",
-        0.05,
+        source="lens",
+        usual=0.05,
     ),
     "all still": Sign(
-        lambda stuck: stuck.still and bool(stuck.still.always and not stuck.still.some),
+        lambda stuck: stuck.still and not stuck.still.some,
         "no weight ever changed",
         "weights changed",
         "lens",

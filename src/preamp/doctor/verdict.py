@@ -86,9 +86,10 @@ class Weighing:
         return self._words(one.found, ratio)
 
     def speaks_against(self, one: Weighed) -> list[str]:
-        """Return what speaks against a cause, strongest first, compared with the likeliest one."""
-        best = self.weighed[0] if one is not self.weighed[0] else self.weighed[1]
-        return self._words(one.found, lambda name, sign: best.chance(name, sign) / one.chance(name, sign))
+        """Return what speaks against a cause and not for it, strongest first, compared with the likeliest."""
+        best, speaks_for = self.weighed[one is self.weighed[0]], self.speaks_for(one)
+        words = self._words(one.found, lambda name, sign: best.chance(name, sign) / one.chance(name, sign))
+        return [word for word in words if word not in speaks_for]
 
     def _words(self, found: Mapping[str, bool], ratio: Callable[[str, Sign], float]) -> list[str]:
         ratios = {name: ratio(name, self.signs[name]) for name in found}

@@ -47,8 +47,8 @@ class Lens:
     Evaluation under `torch.no_grad()` does not count. The counts of a pass are read when the next one begins,
     or earlier by `last` or `close()`. After a skipped step, if that is known without reading the device, the
     next pass is sampled too, once for several skips in a row. If that pass is finite, the passes after it are
-    recorded as well until one is not, and only that one gives a snapshot. This ends after 100 passes, and 2 %
-    of all passes.
+    recorded as well until one is not, and only that one gives a snapshot. In a run of n passes, at most
+    100 + n / 50 are recorded for this.
 
     Gradients are those of this rank, before they are averaged or accumulated.
 
