@@ -592,6 +592,26 @@ def test_single_steps_lost_at_scales_that_overflow_nothing_are_nan_in_backward()
     assert "NaN in backward" not in first(sporadic(places, lost=0.6, norm=200.0)).kinds
 
 
+@pytest.mark.parametrize(("amax", "kind"), [(2, "NaN in backward"), (15, "dragged down")])
+def test_nan_in_backward_is_told_from_overflow_by_snapshots_at_any_scale(amax: int, kind: str) -> None:
+    trace = sporadic({20, 71, 131, 200}, lost=0.6, norm=200.0)
+    for index in (20, 131):
+        flow = row("head", "flow", amax, nonfinite=3)._replace(nans=3)
+        trace.add_snapshot(
+            Snapshot(index, trace[index].scale, "float16", (row("head", "activation", 1), flow))
+        )
+    assert first(trace).kinds == (kind,)
+
+
+def test_inputs_of_the_first_lost_step_do_not_explain_those_after_it() -> None:
+    trace = run(41, 100, losses=[0.5], lost=math.nan)
+    for index in (0, 40, 41, 60, 80):
+        snapshot = seen(index, trace[index].scale, "loss" if index > 40 else "")
+        x = row("stem", "input", 30 if index == 41 else 1)
+        trace.add_snapshot(snapshot._replace(inputs=(x, *snapshot.inputs[1:])))
+    assert "bad inputs" not in left(first(trace))
+
+
 def test_a_logarithm_of_zero_that_begins_in_the_middle_is_named_without_snapshots() -> None:
     losses = [0.7 / (1 + n / 20) for n in range(100)]
     for n in (60, 71, 78, 83, 88, 90, 93, 95, 96, 98, 99):

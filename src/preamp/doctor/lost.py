@@ -72,10 +72,10 @@ class Lost:
             return ()
         return _not_by_scale(record)
 
-    def losses(self, start: int = 0) -> Sequence[float]:
+    def losses(self) -> Sequence[float]:
         """Return the losses of these steps that are known."""
         record = self.record
-        known = (record.lost_spikes.get(n, record.loss[n]) for n in self.places[start:])
+        known = (record.lost_spikes.get(n, record.loss[n]) for n in self.places)
         return [loss for loss in known if loss is not None]
 
     @cached_property
@@ -322,7 +322,7 @@ PARTS: Final = {
     GRADIENT_NAN: ("a gradient is NaN or inf among small ones", "no gradient is NaN among them"),
     ELSEWHERE: ("all of the pass that was recorded is finite", "the recorded pass is not finite itself"),
 }
-"""The signs of which snapshots show one at most: where the first inf or NaN is."""
+"""Where the first inf or NaN of a step is. Snapshots show at most one of these signs."""
 ALL_PARTS: Final = frozenset(PARTS)
 
 
