@@ -44,6 +44,9 @@ def lost_steps(record: Record) -> Finding | None:
 def _of_lost_steps(found: Lost, severity: Severity) -> Finding:
     record, end, origin = found.record, found.end, found.origin
     row, is_between = origin and origin.row, origin is not None and origin.stage == "between"
+    # The gradient of an output is made by what comes after it.
+    is_after = row is not None and row.what == "flow"
+    side = "in what leads to" if is_between else "in what follows" if is_after else "in"
     when = words_of(record, found.places)
     if end is not None:
         when = f"from step {record.index[end.start]:,} on" if end.start else "in every step"
@@ -52,7 +55,7 @@ def _of_lost_steps(found: Lost, severity: Severity) -> Finding:
         "symptom": f"Steps are lost whatever the scale ({when.removeprefix('in ')}).",
         "when": when,
         "float32": record.code.run_in_float32(row.name if row and not is_between else ""),
-        "there": f"{'before' if is_between else 'in'} {module_name(row.name)} " if row else "there ",
+        "there": f"{side} {module_name(row.name)} " if row else "there ",
         "buffers": f": {listed(record.buffers)} hold inf or NaN" if record.buffers else "",
         "lower": lower,
     }
