@@ -166,8 +166,10 @@ def test_losses_are_those_of_the_steps_and_the_rows_add_up_to_what_they_differ_i
     model, loss = runs(program)
     before = states(model)
     found = attempt(lambda: blame(loss, model=model, dtype=dtype, emulate=emulate))
-    if isinstance(found, str) and not emulate:
-        pytest.skip(found)
+    if isinstance(found, str):  # PyTorch's own region fails in the same way
+        with autocast("cpu", dtype, emulate=emulate):
+            assert attempt(loss) == found
+        return
     for now, then in zip(states(model), before, strict=True):  # random states among them
         assert torch.equal(now, then)
     with torch.no_grad():

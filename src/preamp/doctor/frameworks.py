@@ -21,7 +21,7 @@ class Code:
     where: str  # the function that chooses between two arrays
     clear_sums: str = "clear accumulated gradients after every step, skipped or not"
     clip: str = "max_norm={norm}"  # the argument that clips gradients to {norm}
-    clip_unscaled: str  # how to clip gradients that are no longer scaled; whole sentences
+    clip_unscaled: str  # how to clip after unscaling; full sentences
     save_scale: str  # a sentence
     reset_statistics: str  # of batch normalization; a clause
     skips_unscaled: str  # makes what skips steps that are not finite without scaling

@@ -102,11 +102,10 @@ class Lost:
         found = [origin_of(record, one) for one in (seen if is_lost else reversed(seen))]
         told = [one for one in found if one.stage != "other pass"] or found
         if self.end is not None:
-            told = [one for one in told if not self._is_of_inputs(one)] or told
+            told = [
+                one for one in told if one.stage != "data" and not given_far_larger(record, one.snapshot)
+            ] or told
         return told[0] if told else None
-
-    def _is_of_inputs(self, source: Origin) -> bool:
-        return source.stage == "data" or given_far_larger(self.record, source.snapshot) is not None
 
     @cached_property
     def parts(self) -> frozenset[str]:
@@ -161,28 +160,27 @@ class Lost:
 
 
 def _not_by_scale(record: Record) -> Sequence[int]:
-    """Return the skipped steps at whose scale only gradients far larger than all recorded ones overflow."""
+    """Return the skipped steps that no scale explains.
+
+    At their scale only gradients far larger than all recorded ones overflow, or snapshots show NaN in
+    backward where nothing overflowed.
+    """
     if needs_no_scale(record.band):
         return [skip.place for skip in record.skips]
     norms, largest = record.grad_norm.finite(), record.band.largest
     needed = FAR_ABOVE * max(norms) if norms else LARGEST
+    others = [skip for skip in record.skips if skip.cause != "growth"]
     certain = [
-        skip.place
-        for skip in record.skips
-        if skip.cause != "growth"
-        and largest / skip.scale >= needed
-        and abs(record.loss[skip.place] or 0.0) * skip.scale <= largest
+        skip
+        for skip in others
+        if largest / skip.scale >= needed and abs(record.loss[skip.place] or 0.0) * skip.scale <= largest
     ]
-    others = [skip.place for skip in record.skips if skip.cause != "growth"]
-    seen = [origin_of(record, one) for one in record.snapshots if record.has_skipped(one)]
-    nans = [
-        one.row
-        for one in seen
-        if one.stage == "backward" and one.what != "overflow" and one.row and one.row.nans
-    ]
-    if nans and 2 * len(nans) >= len(seen) and not _stand_out(record, others):
-        return others
-    return certain if len(certain) >= FEWEST and not _stand_out(record, certain) else ()
+    found = [origin_of(record, one) for one in record.snapshots if record.has_skipped(one)]
+    rows = [one.row for one in found if one.stage == "backward" and one.what != "overflow"]
+    nans = sum(bool(row and row.nans) for row in rows)
+    chosen = others if 0 < len(found) <= 2 * nans else certain if len(certain) >= FEWEST else []
+    places = [skip.place for skip in chosen]
+    return () if _stand_out(record, places) else places
 
 
 def _stand_out(record: Record, places: Sequence[int]) -> bool:
@@ -404,7 +402,7 @@ SIGNS: Final = {
     "outputs saturate": Sign(
         _saturated,
         "the outputs are so large that probabilities become 0 or 1",
-        "the outputs are no larger than before",
+        "the outputs are not saturated",
         "lens",
     ),
 } | {name: _of_part(name) for name in PARTS}

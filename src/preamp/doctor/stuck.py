@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Final, NamedTuple
@@ -81,7 +82,8 @@ def clipping_bound(record: Record) -> float | None:
     While loss and scale are constant, nothing else changes either.
     """
     steps = zip(record.grad_norm.values, record.grad_norm.known, record.scales, strict=False)
-    scaled = [norm * scale for norm, known, scale in steps if known and scale >= LEAST_CLIPPED]
+    known = [(norm, scale) for norm, is_known, scale in steps if is_known and math.isfinite(norm)]
+    scaled = [norm * scale for norm, scale in known if scale >= LEAST_CLIPPED]
     losses = record.loss.finite()
     if len(scaled) < SHORT:
         return None

@@ -108,8 +108,8 @@ class Lens:
         self._scaler, self._low_dtype = scaler, _low_dtype(low_dtype)
         self._passes = 0
         self._streak = False  # whether the present row of skipped steps has been sampled
-        self._searches = False  # for a pass that is not finite
-        self._searched = 0  # passes while it did
+        self._searches = False  # whether it looks for a pass that is not finite
+        self._searched = 0  # the passes recorded for that
         self._last: Snapshot | None = None
         self._recorder: PassRecorder | None = None
         self._only_lost = False  # whether what it records is dropped if it is finite
