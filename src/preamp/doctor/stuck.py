@@ -82,8 +82,8 @@ def clipping_bound(record: Record) -> float | None:
     While loss and scale are constant, nothing else changes either.
     """
     steps = zip(record.grad_norm.values, record.grad_norm.known, record.scales, strict=False)
-    known = [(norm, scale) for norm, is_known, scale in steps if is_known and math.isfinite(norm)]
-    scaled = [norm * scale for norm, scale in known if scale >= LEAST_CLIPPED]
+    clipped = ((norm, scale) for norm, known, scale in steps if known and scale >= LEAST_CLIPPED)
+    scaled = [norm * scale for norm, scale in clipped if math.isfinite(norm)]
     losses = record.loss.finite()
     if len(scaled) < SHORT:
         return None
