@@ -394,7 +394,7 @@ def test_the_report_shows_modules_by_their_rules():
 
 
 @ways
-def test_an_emulated_region_rounds_to_the_precision_of_the_module(way):
+def test_a_rehearsal_is_in_the_precision_of_the_module(way):
     part = Part()
     x = torch.full((1, 4), 1 + 2**-9)  # which float16 holds and bfloat16 does not
     nn.init.eye_(part.up.weight)
@@ -403,6 +403,7 @@ def test_an_emulated_region_rounds_to_the_precision_of_the_module(way):
     make = partial(autocast, "cpu", BRAIN, casting=TABLE.module("0", "float16"), model=model, emulate=True)
     by_module, by_function = run_in(way, make, lambda x: (part.up(x), F.linear(x, part.up.weight)))(x)
     assert by_module[0, 0] == 1 + 2**-9
+    assert (by_module.dtype, by_function.dtype) == (HALF, BRAIN)
     assert by_function[0, 0] == 1
 
 

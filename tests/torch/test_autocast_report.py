@@ -369,12 +369,20 @@ def test_attention_has_its_work_counted(way):
     assert {row.flops for row in report.rows} - {0} == {2 * 2 * 2 * 16 * 16 * 8}
 
 
-def test_emulation_names_the_precision_it_rehearses():
-    x = torch.randn(4, 4)
-    for dtype in (torch.float16, torch.float8_e4m3fn):
-        (row,) = rows_of(counted(lambda: x @ x, dtype, emulate=True), "matmul")
-        assert row.runs == f"{str(dtype).removeprefix('torch.')} emulated"
-        assert row.bytes_cast == 0
+def test_a_rehearsal_is_reported_as_the_real_region():
+    x, w = torch.randn(4, 4), torch.randn(4, 4).half()
+    rows = [rows_of(counted(lambda: x @ w, torch.float16, emulate=emulate), "matmul") for emulate in (False, True)]
+    native, rehearsed = (one._replace(bytes_moved=0) for (one,) in rows)
+    assert native == rehearsed
+
+
+def test_what_has_no_kernel_here_is_named():
+    x = torch.randn(1, 2, 4, 4, 4)
+    for given in (x, x.half()):
+        report = counted(lambda given=given: functional.avg_pool3d(given, 2), torch.float16, emulate=True)
+        (row,) = rows_of(report, "avg_pool3d")
+        assert (row.rule, row.runs) == ("without kernel", str(given.dtype)[6:])
+        assert any("no kernel" in text for text in report.warnings) == (given is not x)
 
 
 def test_the_text_fits_80_columns_whatever_the_names():

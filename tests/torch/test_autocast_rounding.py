@@ -1,4 +1,4 @@
-"""Rounding in float32, in graphs, beside casts down and up again."""
+"""Rounding of what a rehearsal computes in float32, in graphs, beside casts down and up again."""
 
 import pytest
 import torch
@@ -9,8 +9,7 @@ from tests.compilers import HAS_CXX
 
 from .regions import BRAIN, HALF, numbers
 
-TABLE = casting.DEFAULT.lower("neg")
-dtypes = pytest.mark.parametrize("dtype", [HALF, BRAIN, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+dtypes = pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
 
 
 def twice(x):

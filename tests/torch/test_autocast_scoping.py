@@ -50,9 +50,13 @@ def rounded(*tensors, low=HALF):
     return [tensor.to(low).float() for tensor in tensors]
 
 
-def test_emulation_is_inherited_as_tables_are():
-    plain, (emulated,) = A @ A, rounded(torch.mm(*rounded(A, A)))
-    assert not same(plain, emulated)
+def rehearsed(low=HALF):
+    """Return a product in float32 of rounded numbers, stored in low precision."""
+    return torch.mm(*rounded(A, A, low=low)).to(low)
+
+
+def test_a_rehearsal_is_inherited_as_tables_are():
+    plain, emulated = A @ A, rehearsed()
     with autocast("cpu", HALF, casting=EDIT.float32("matmul")), autocast("cpu", emulate=True):
         assert all_same([torch.mm(A, A), A @ A], [emulated, plain])
         with autocast("cpu"), torch.autocast("cpu"):
@@ -66,38 +70,34 @@ def test_emulation_is_inherited_as_tables_are():
     assert all_same([torch.mm(A, A), A @ A], [plain, plain])
 
 
-LOWS = [HALF, BRAIN, torch.float8_e5m2]
+LOWS = [HALF, BRAIN]
 
 
 @pytest.mark.parametrize("low", LOWS)
 @pytest.mark.parametrize("around", LOWS)
-def test_emulation_rounds_to_the_precision_of_the_innermost_region(around, low):
-    outer, inner = (rounded(torch.mm(*rounded(A, A, low=one)), low=one)[0] for one in (around, low))
+def test_a_rehearsal_is_in_the_precision_of_the_innermost_region(around, low):
+    outer, inner = map(rehearsed, (around, low))
     with autocast("cpu", around, emulate=True):
         with autocast("cpu", low, emulate=True):
             assert same(torch.mm(A, A), inner)
             with autocast("cpu", casting=EDIT.lower("add")), autocast("cpu"):
                 assert same(torch.mm(A, A), inner)
         assert same(torch.mm(A, A), outer)
-        if low in (HALF, BRAIN):  # in a region that rehearses float8, float16 stands for it
-            stands_for = outer if low is HALF and around not in (HALF, BRAIN) else inner
-            with autocast("cpu", low):
-                assert same(torch.mm(A, A), stands_for)
+        with autocast("cpu", low):
+            assert same(torch.mm(A, A), inner)
 
 
-def test_emulation_rounds_what_is_given_by_name():
-    shares = A[0].softmax(0)
-    expected = rounded(torch.cov(*rounded(A), aweights=rounded(shares)[0]))[0]
-    with autocast("cpu", HALF, emulate=True, casting=EDIT.lower("cov")):
-        assert same(torch.cov(A, aweights=shares), expected)
+def test_a_rehearsal_rounds_what_is_given_by_name():
+    with autocast("cpu", HALF, emulate=True):
+        assert same(torch.mm(input=A, mat2=A), rehearsed())
 
 
 def test_a_region_of_another_device_type_is_not_inherited_from():
-    emulated, low = rounded(torch.mm(*rounded(A, A)))[0], torch.mm(A.half(), A.half())
     with autocast("xpu", casting=EDIT.float32("mm")), autocast("cpu", HALF, emulate=True):
-        assert same(torch.mm(A, A), emulated)
+        assert same(torch.mm(A, A), rehearsed())
     with autocast("xpu", emulate=True), autocast("cpu", HALF, casting=EDIT.float32("exp")):
-        assert same(torch.mm(A, A), low)
+        assert same(torch.mm(A, A), torch.mm(A.half(), A.half()))
+        assert torch.softmax(A.half(), -1).dtype == HALF  # which CUDA's table has in float32
 
 
 def modes():

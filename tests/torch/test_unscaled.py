@@ -158,12 +158,11 @@ def test_it_is_silent_with_a_scaler_and_looks_no_more(factor, scaler, watch):
 def test_it_is_silent_in_bfloat16_and_float32(watch):
     assert train(dtype=BRAIN) == []
     assert train(region=autocast("cpu", HALF, enabled=False)) == []
-    for dtype in (BRAIN, torch.float8_e4m3fn, torch.float8_e5m2):  # for float8, float16 stands inside
-        assert train(region=autocast("cpu", dtype, emulate=True)) == []
+    assert train(region=autocast("cpu", BRAIN, emulate=True)) == []
     assert watch._regions == 0
 
 
-def test_emulated_float16_is_warned_of_as_float16_is(watch):
+def test_rehearsed_float16_is_warned_of_as_float16_is(watch):
     """On a CPU that is how float16 is rehearsed."""
     emulated = autocast("cpu", HALF, emulate=True)
     assert train(factor=1.0, region=emulated) == []

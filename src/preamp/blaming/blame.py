@@ -285,7 +285,7 @@ class Blame:
         return "\n".join([*text_table(table, CUT, RIGHT), *rest, "", *paragraphs])
 
 
-def ranked(rows: Iterable[BlameRow], roundoff: float, *, emulated: bool) -> list[BlameRow]:
+def ranked(rows: Iterable[BlameRow], roundoff: float) -> list[BlameRow]:
     """Return rows with their severity, worst first.
 
     A row's severity is the largest of three ratios to what is expected: its effect on the gradients, its
@@ -295,10 +295,8 @@ def ranked(rows: Iterable[BlameRow], roundoff: float, *, emulated: bool) -> list
     Args:
         rows: in any order.
         roundoff: the unit roundoff of the step's low precision, half its epsilon.
-        emulated: whether the step emulates low precision. Nothing but products is then in low precision,
-            unless the program or the table asks for it.
     """
-    return _sorted(replace(row, severity=_severity(row, roundoff, emulated)) for row in rows)
+    return _sorted(replace(row, severity=_severity(row, roundoff)) for row in rows)
 
 
 def with_parameters(found: Blame, differences: Callable[[BlameRow], Iterable[tuple[float, str]]]) -> Blame:
@@ -318,12 +316,11 @@ def with_parameters(found: Blame, differences: Callable[[BlameRow], Iterable[tup
     return replace(found, rows=rows)
 
 
-def _severity(row: BlameRow, roundoff: float, emulated: bool) -> float:
+def _severity(row: BlameRow, roundoff: float) -> float:
     if row.overflowed or row.breaks:
         return math.inf
-    allowed = ALLOWED_EXPLICIT if emulated and row.part != "product" else ALLOWED[row.part]
     ratios = (
-        row.effect / (allowed * roundoff),
+        row.effect / (ALLOWED[row.part] * roundoff),
         abs(row.loss_effect) / (ALLOWED_LOSS * roundoff),
         row.flushed / ALLOWED_LOST,
     )

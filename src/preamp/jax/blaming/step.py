@@ -164,7 +164,7 @@ def rehearsed(
         return zip(map(_difference, changed, exact()), step.names, strict=True)
 
     found = Blame(
-        rows=rows if not_finite else ranked(rows, float(jnp.finfo(settings.dtype).eps) / 2, emulated=False),
+        rows=rows if not_finite else ranked(rows, float(jnp.finfo(settings.dtype).eps) / 2),
         dtype=settings.dtype.name,
         loss=loss,
         float32_loss=float32_loss,

@@ -71,7 +71,6 @@ class _Call:
     tensors: list[Tensor]
     inputs: str
     source: str
-    emulated: torch.dtype | None = None
     runs: str = ""
     bytes_cast: int = 0
     bytes_moved: int = 0
@@ -149,13 +148,12 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
         self._keep_uses()
         shared = summed_low(self._most_uses, self._low, "one region") if self._low else ()
-        return CastReport(rows, [*_overflowed(rows), *shared, *self._repeated(), *stayed(rows)])
+        return CastReport(rows, [*_overflowed(rows), *_without_kernel(rows), *shared, *self._repeated(), *stayed(rows)])
 
     def count(
         self,
         name: str,
         rule: str,
-        emulated: torch.dtype | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run: Callable[[], Any],
@@ -167,7 +165,6 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         if self._current is not None or _in_graph.module or is_in_backward():
             return run()
         self._current = call = self._call(name, rule, (args, kwargs))
-        call.emulated = emulated
         try:
             result = run()
         finally:
@@ -216,7 +213,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
             call = self._call("to", self._unlisted(), [source])
             call.bytes_cast = _bytes(source)
             self._finish(call, [source], result)
-        elif call.emulated:
+        elif not any(source is tensor for tensor in call.tensors):  # of a rehearsal, which computes in float32
             return
         else:
             call.bytes_cast += _bytes(source)
@@ -272,8 +269,6 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         )
         call.runs = _name(dtype) if dtype else "-"
         call.inputs = call.inputs or call.runs
-        if call.emulated:
-            call.runs = _name(call.emulated) + " emulated"
         call.overflowed = _overflows(call, values, results)
         names = (call.operator, call.module, call.rule, call.inputs, call.runs, call.source)
         self._tallies.setdefault(names, Tally()).add(
@@ -309,6 +304,15 @@ def _overflowed(rows: Iterable[CastRow]) -> Iterator[str]:
             yield (
                 f"{row.operator} {row.place} overflowed {row.runs} in {row.overflows:,} of "
                 f"{row.calls:,} calls: its inputs were finite, its results were not."
+            )
+
+
+def _without_kernel(rows: Iterable[CastRow]) -> Iterator[str]:
+    for row in rows:
+        if row.rule == "without kernel" and row.inputs != "float32":
+            yield (
+                f"{row.operator} {row.place} ran in float32, and its results were rounded: this device has no "
+                f"kernel for {row.inputs}, and a GPU has one."
             )
 
 

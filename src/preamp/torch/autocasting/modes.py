@@ -1,4 +1,4 @@
-"""The mode that is in force in regions with a table, emulation or rules of modules.
+"""The mode that is in force in regions with a table or rules of modules, and in rehearsals.
 
 PyTorch hands every call of its functions over to it, in one thread, and its compiler traces it, so that the
 casts are part of what is compiled. Nothing is registered in the process. Calls that the mode does not see,
@@ -23,13 +23,15 @@ from preamp.arrays import torch_compat as compat
 from preamp.autocasting.tables import Casting, Edit
 from preamp.errors import UsageError
 from preamp.torch.autocasting import operators, recurrent, rules
-from preamp.torch.autocasting.rounding import rounded
+from preamp.torch.autocasting.rounding import rounded, stored
 from preamp.torch.autocasting.rules import LOW, UNCACHED, Action, Edits
 from preamp.torch.autocasting.weight_cache import cast_weight
 
 TorchAutocast = torch.autocast  # read once: users may replace torch.autocast by ours
 ELIGIBLE = {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 ELIGIBLE |= {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+IN_FLOAT16 = {torch.float32: torch.float16, torch.complex64: torch.complex32}
+IN_BFLOAT16 = {torch.float32: torch.bfloat16}
 # These take little more than half the time of Tensor.to, which parses its arguments.
 CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half,
@@ -51,7 +53,6 @@ class Counter(Protocol):
         self,
         name: str,
         rule: str,
-        emulated: torch.dtype | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run: Callable[[], Any],
@@ -147,10 +148,15 @@ class EditMode(TorchFunctionMode):
                 return func(*args, **kwargs)
             with self:
                 return called[0](*called[1])
-        if action == "recurrent" or (action == "steps" and torch.is_grad_enabled()):
-            with self:
-                return recurrent.step_by_step(name_in_graph(func), *args, **kwargs)
         low = torch.get_autocast_dtype(device_type)
+        if action == "recurrent" or (action == "steps" and torch.is_grad_enabled()):
+            name = name_in_graph(func)
+            if action == "recurrent":
+                # cuDNN's networks run in float16, in regions of bfloat16, too.
+                low = low_in(self.key, low if name.endswith("_cell") else torch.float16)
+                args = tuple(cast(args, low, device_type))
+            with self, TorchAutocast(device_type, low):
+                return recurrent.step_by_step(name, *args, **kwargs)
         if action in UNCACHED:
             return _run_uncached(action, device_type, low, func, args, kwargs)
         if compat.in_trace():  # graphs record regions, and not what `set_autocast_enabled` does
@@ -212,11 +218,10 @@ def _run(
     if action == "untouched" or kwargs.get("out") is not None:
         return func(*args, **kwargs)
     values = [*args, *kwargs.values()] if kwargs else args
-    if action == "emulate":
-        low, by_casts = rounded_to(key, low), is_counted(key)
-        values = _rounded(values, low, device_type, by_casts)
-        result = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-        return _rounded([result], low, device_type, by_casts)[0]
+    if action == "product":
+        return _product(device_type, low_in(key, low), is_counted(key), func, args, kwargs)
+    if action == "without kernel":
+        return _without_kernel(device_type, func, args, kwargs)
     if action == "widest":
         dtype = _widest(values, device_type)
     elif _has_dtype(values):  # the user chose the precision
@@ -229,6 +234,49 @@ def _run(
     if not kwargs:
         return func(*values)
     return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+
+def _product(
+    device_type: str,
+    low: torch.dtype,
+    by_casts: bool,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a product as a tensor core computes it: in float32, of operands in low precision, stored in it."""
+
+    def operand(x: Any) -> Any:
+        return rounded(x, low, by_casts) if is_eligible(x, device_type) else x
+
+    def result(x: Any) -> Any:
+        return stored(x, low, by_casts) if is_eligible(x, device_type) else x
+
+    values = _each([*args, *kwargs.values()], operand)
+    found = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+    return _each([found], result)[0]
+
+
+def _without_kernel(
+    device_type: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call in float32 what has no kernel on this device for its inputs, and store its results in their dtype."""
+    lows = operators.WITHOUT_KERNEL[device_type][name_in_graph(func)]
+    found: list[torch.dtype] = []
+
+    def operand(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dtype not in lows:
+            return x
+        found.append(x.dtype)
+        return x.to(torch.complex64 if x.is_complex() else torch.float32)
+
+    def result(x: Any) -> Any:
+        return x.to(stores[x.dtype]) if isinstance(x, Tensor) and x.dtype in stores else x
+
+    values = _each([*args, *kwargs.values()], operand)
+    results = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+    stores = IN_BFLOAT16 if torch.bfloat16 in found else IN_FLOAT16
+    return _each([results], result)[0] if found else results
 
 
 def _has_dtype(values: Iterable[object]) -> bool:
@@ -255,20 +303,15 @@ def is_eligible(value: object, device_type: str) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.device.type == device_type
 
 
-def _rounded(values: Iterable[object], dtype: torch.dtype, device_type: str, by_casts: bool) -> list[Any]:
-    """Return values with every eligible tensor rounded to a low precision, in float32, and their gradients.
-
-    It is what a tensor core does that accumulates in float32.
-    """
+def _each(values: Iterable[object], change: Callable[[Any], Any]) -> list[Any]:
+    """Return values changed, those in lists and tuples one by one."""
     result: list[Any] = []
     for value in values:
-        if is_eligible(value, device_type):
-            result.append(rounded(value, dtype, by_casts))
-        elif isinstance(value, (list, tuple)):
-            inner = _rounded(value, dtype, device_type, by_casts)
+        if isinstance(value, (list, tuple)):
+            inner = _each(value, change)
             result.append(type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner))
         else:
-            result.append(value)
+            result.append(change(value))
     return result
 
 
@@ -313,11 +356,10 @@ class CountingMode(EditMode):
         name = operators.name_of(func)
         is_on = torch.is_autocast_enabled(self.device_type)
         rule = rules.rules_of(edits_of(self.key)).get(name, "unlisted") if is_on else "off"
-        emulated = None
-        if is_on and action in ("emulate", "recurrent"):
-            emulated = rounded_to(self.key, torch.get_autocast_dtype(self.device_type))
+        if is_on and action == "without kernel":
+            rule = action
         for counter in reversed(self.counters):
-            run = functools.partial(counter.count, name, rule, emulated, args, kwargs, run)
+            run = functools.partial(counter.count, name, rule, args, kwargs, run)
         return run()
 
 
@@ -402,13 +444,10 @@ def name_in_graph(func: Callable[..., Any]) -> str:
     return operators.name_of(func)
 
 
-def rounded_to(key: str, low: torch.dtype) -> torch.dtype:
-    """Return what emulation rounds to in a region of a low precision."""
-    edits = _edits[key]
-    if edits.scope and edits.scope.rule in LOW:
-        return DTYPES[edits.scope.rule]
-    # float16 stands for float8, of which PyTorch has no regions.
-    return edits.dtype if edits.dtype and low is torch.float16 else low
+def low_in(key: str, low: torch.dtype) -> torch.dtype:
+    """Return the low precision of a module in a region of a low precision."""
+    scope = _edits[key].scope
+    return DTYPES[scope.rule] if scope and scope.rule in LOW else low
 
 
 def is_counted(key: str) -> bool:
@@ -420,8 +459,8 @@ def key_inside(
     around: str,
     device_type: str,
     table: tuple[tuple[Edit, ...], tuple[str, ...]] | None,
+    dtype: torch.dtype | None,
     emulate: bool,
-    float8: torch.dtype | None,
     counted: bool,
     owner: str,
 ) -> str:
@@ -431,8 +470,8 @@ def key_inside(
         around: the key of the edits that hold where the region is entered.
         device_type: whose tensors are cast.
         table: the edits and optional names of the region's table; None takes the table around it.
-        emulate: whether the region emulates; it does inside of one that does.
-        float8: what it emulates, if that is a float8.
+        dtype: what the region is asked for.
+        emulate: whether the region is a rehearsal; it is one inside of one.
         counted: whether calls are counted.
         owner: identifies the model that the table's rules of modules are about.
 
@@ -443,11 +482,10 @@ def key_inside(
     edits = outer._replace(
         device_type=device_type,
         emulate=outer.emulate or emulate,
-        dtype=float8 or (None if emulate else outer.dtype),
         counted=counted,
     )
     made = None if table is None else Casting.of(*table)
-    rules.validate(made, float8, emulate)
+    rules.validate(made, dtype, emulate)
     if made is not None:
         edits = edits._replace(table=made, optional=made.optional, scope=None, owner=owner)
     return key_of(edits)
@@ -456,7 +494,7 @@ def key_inside(
 compat.mark_constant(key_inside)
 compat.mark_constant(action_in_graph)
 compat.mark_constant(name_in_graph)
-compat.mark_constant(rounded_to)
+compat.mark_constant(low_in)
 compat.mark_constant(is_counted)
 
 

@@ -117,7 +117,8 @@ class autocast(TorchAutocast):  # PyTorch's name
 
     - `casting=` edits the table of operators for the region and the thread;
     - `report=True` counts what is cast, and `report()` returns the counts;
-    - `emulate=True` emulates low precision in float32: listed operators round their inputs and results;
+    - `emulate=True` rehearses a GPU: the table is CUDA's, every result has the dtype that it has there, and
+      products compute in float32 of operands in low precision, as tensor cores do;
     - an instance can be entered twice, also by a recursive function, and regions can be left in any order, as
       coroutines do; a decorated generator or coroutine is in the region only while it runs;
     - a weight that an optimizer updates inside the region is cast again, regions of different precision do
@@ -130,7 +131,7 @@ class autocast(TorchAutocast):  # PyTorch's name
     own that starts empty. `copy.copy` keeps the model of the original. `copy.deepcopy` and `pickle` copy the
     model as well, as they do for an optimizer: copy both together.
 
-    It warns with `UnscaledFloat16`, once per process, if float16 is used, emulated or not, without a loss
+    It warns with `UnscaledFloat16`, once per process, if float16 is used, rehearsed or not, without a loss
     scaler, and gradients underflow: after a few of the first regions, the gradients of an optimizer's next
     step are examined. Until that step a global optimizer hook is registered.
 
@@ -144,7 +145,7 @@ class autocast(TorchAutocast):  # PyTorch's name
     Args:
         device_type: "cpu", "cuda", ...: whose tensors are cast.
         dtype: the low precision; None takes the surrounding region's, else the default of the device type,
-            bfloat16 on CPUs and float16 on CUDA. Emulation takes float8_e4m3fn and float8_e5m2 as well.
+            bfloat16 on CPUs and float16 on CUDA.
         enabled: False switches autocast off inside.
         cache_enabled: whether the cast of a weight is kept until the outermost region ends; None takes the
             surrounding region's choice, else True.
@@ -152,20 +153,20 @@ class autocast(TorchAutocast):  # PyTorch's name
             `casting.DEFAULT` goes back to the framework's.
         model: whose modules the table has rules for. Their paths are those of `model.named_modules()`.
         report: whether to count what is cast. It makes the region many times slower.
-        emulate: whether to round instead of casting.
+        emulate: whether to rehearse a GPU. What has a kernel for low precision there and none here runs in
+            float32, and its results are rounded.
 
     Raises:
         ValueError: when `device_type` is not a string.
         RuntimeError: for a device type without autocast.
         CastingError: when a table names an operator or a module that does not exist, with the nearest names,
-            or a dtype cannot be emulated.
+            and for a float8 dtype.
         UsageError: when a table with rules for modules is given without a model, and when a subclass is given
             `casting`, `report` or `emulate`.
     """
 
     device: str
     fast_dtype: torch.dtype
-    _float8: torch.dtype | None = None  # what is emulated in the place of `fast_dtype`
 
     def __new__(
         cls,
@@ -260,7 +261,7 @@ class autocast(TorchAutocast):  # PyTorch's name
                 claim.release()
         elif claim.held and before is not self.fast_dtype:
             clear_autocast_cache()
-        if self.fast_dtype is torch.float16 and watch.is_on and self._enabled and self._float8 is None:
+        if self.fast_dtype is torch.float16 and watch.is_on and self._enabled:
             watch.region_left()
         return False
 
@@ -357,7 +358,7 @@ class _Edited:
 
 # PyTorch's compiler takes any autocast for its own and would drop the edits, unless it is "unmanaged".
 class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which has no type
-    """A region with a table, emulation or a report: what `autocast` returns when asked for one of them.
+    """A region with a table or a report, or a rehearsal: what `autocast` returns when asked for one of them.
 
     A mode is in force while it is open. In compiled code `_in_graph` takes its place.
     """
@@ -381,9 +382,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         # A model that is being copied together with a region it holds has no modules yet.
         self._modules = self._find() if known is not None and "_modules" in vars(known) else None
         self._owner = str(id(known)) if known is not None else ""
-        # PyTorch has no regions of float8 and warns of them: float16 stands for it.
-        self._float8 = dtype if emulate and dtype in rules.FLOAT8 else None
-        super().__init__(device_type, torch.float16 if self._float8 else dtype, enabled, cache_enabled)
+        super().__init__(device_type, dtype, enabled, cache_enabled)
         self.device = device_type.partition(":")[0]
         if not operators.has_autocast(self.device):
             raise UsageError(
@@ -499,7 +498,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         if (around, bool(counters)) not in self._keys:
             table = (self._casting.edits, self._casting.optional) if self._casting else None
             self._keys[around, bool(counters)] = modes.key_inside(
-                around, self.device, table, self._emulate, self._float8, bool(counters), self._owner
+                around, self.device, table, None, self._emulate, bool(counters), self._owner
             )
         return modes.mode_of(self.device, self._keys[around, bool(counters)], counters)
 
@@ -543,14 +542,11 @@ def _in_graph(
     outer = modes.current(device)
     around = modes.NONE if outer is None else outer.key
     table = None if casting is None else (casting.edits, casting.optional)
-    # A float8, or what `key_inside` refuses.
-    float8 = dtype if emulate and dtype is not None and dtype not in CASTABLE else None
     model = _model_of(casting, model)
     owner = "" if model is None else str(id(model))
-    key = modes.key_inside(around, device, table, emulate, float8, False, owner)
-    low = torch.float16 if float8 else dtype
+    key = modes.key_inside(around, device, table, dtype, emulate, False, owner)
     # Without the cache, so that the gradients of a weight add up in float32: most backends have none anyway.
-    with TorchAutocast(device_type, low, enabled, False), modes.in_force(device, key):
+    with TorchAutocast(device_type, dtype, enabled, False), modes.in_force(device, key):
         if model is None:
             yield
         else:

@@ -1,4 +1,4 @@
-"""Round float32 to a low precision and stay in float32, forward and backward, for `emulate=True`."""
+"""Round float32 to a low precision, forward and backward, so that compilers do not drop it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from preamp.arrays.torch_compat import in_trace, mark_constant
 
 MANTISSA_BITS = 23  # of float32
-# What the installed release casts numbers to that are out of range: in float8_e4m3fn NaN, or the largest.
-BEYOND = {
-    dtype: torch.tensor(math.inf, device="cpu").to(dtype).item()
-    for dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-}
 
 
 def rounded(x: Tensor, dtype: torch.dtype, by_casts: bool = False) -> Tensor:
@@ -26,20 +21,24 @@ def rounded(x: Tensor, dtype: torch.dtype, by_casts: bool = False) -> Tensor:
     float32, because Inductor computes low precision in float32 and drops such a pair of casts.
 
     Args:
-        x: a tensor of float32, float16, bfloat16 or float8, of any shape.
-        dtype: float16, bfloat16, float8_e4m3fn or float8_e5m2.
+        x: a floating-point tensor of any shape.
+        dtype: float16 or bfloat16.
         by_casts: whether it is two casts in graphs, too, as for a report, whose graphs Inductor does not
             compile.
 
     Returns:
-        A float32 tensor of the same shape. Out of the range of the dtype it is infinite; in float8_e4m3fn it
-        is the largest number, 448, or NaN, as PyTorch's release has it.
+        A float32 tensor of the same shape.
     """
     if by_casts or not is_compiling() or not in_trace():
         return x.to(dtype).float()
     if is_dynamo_compiling():
         _let_compiler_call()
     return _rounded_in_graph(x.float(), dtype)
+
+
+def stored(x: Tensor, dtype: torch.dtype, by_casts: bool = False) -> Tensor:
+    """Return x in a low precision, rounded even where a compiler goes on in float32; arguments as above."""
+    return rounded(x, dtype, by_casts).to(dtype) if is_compiling() and in_trace() else x.to(dtype)
 
 
 class _Rounded(torch.autograd.Function):
@@ -88,5 +87,5 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
         return normal
     step, size = low.smallest_normal * low.eps, normal.abs()
     subnormal = (x * (1.0 / step)).round() * step
-    beyond = normal.sign() * BEYOND[dtype]
+    beyond = normal.sign() * math.inf
     return torch.where(size < low.smallest_normal, subnormal, torch.where(size > low.max, beyond, normal))

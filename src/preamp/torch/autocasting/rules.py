@@ -1,4 +1,4 @@
-"""What a region with a table, emulation or rules of modules does with each function of PyTorch's."""
+"""What a region with a table or rules of modules, or a rehearsal, does with each function of PyTorch's."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from preamp.autocasting.tables import DEFAULT, Casting, Rule, Scope
 from preamp.errors import CastingError
 from preamp.torch.autocasting import operators, recurrent
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-EMULATED = (torch.float16, torch.bfloat16, *FLOAT8)
-
 Action: TypeAlias = Literal[
     Rule,
     "float16",
     "bfloat16",
-    "emulate",
+    "product",
     "recurrent",
+    "without kernel",
     "inside",
     "calls",
     "backward",
@@ -33,8 +31,9 @@ Action: TypeAlias = Literal[
 """What is done with a call: a rule of the table, or
 
 - "float16", "bfloat16": run it in that precision, whatever the region's is;
-- "emulate": round the inputs and the result;
+- "product": compute it in float32, of inputs in low precision, and store the result in it;
 - "recurrent": run a recurrent network step by step, so that its products are seen;
+- "without kernel": compute it in float32 where it is given low precision, for which this device has no kernel;
 - "padding": call the operator that `pad` calls in C++;
 - "inside": run a function in Python so that what it calls is seen;
 - "calls": call it, which calls functions that it is given, and have those run in the mode;
@@ -56,8 +55,7 @@ class Edits(NamedTuple):
         device_type: whose tensors are cast.
         table: the rules that replace PyTorch's.
         optional: `table.optional`, which is not part of the table's equality.
-        emulate: whether operators of the rule "lower" round instead of being cast.
-        dtype: what they round to; None for the low precision of the region they run in.
+        emulate: whether it is a rehearsal of a GPU: CUDA's rules, and products that compute in float32.
         scope: what the table says of the module that is running; None outside of modules that it names.
         counted: whether calls are counted that PyTorch's autocast casts without us.
         owner: identifies the model that the table's rules of modules are about.
@@ -67,7 +65,6 @@ class Edits(NamedTuple):
     table: Casting = DEFAULT
     optional: tuple[str, ...] = ()
     emulate: bool = False
-    dtype: torch.dtype | None = None
     scope: Scope | None = None
     counted: bool = False
     owner: str = ""
@@ -78,7 +75,7 @@ def validate(casting: object, dtype: torch.dtype | None, emulate: object) -> Non
 
     Raises:
         CastingError: for an argument of the wrong type, a table that names an operator that does not exist,
-            or a dtype that cannot be emulated.
+            and a dtype that cannot be rehearsed.
     """
     if not isinstance(emulate, bool):
         raise CastingError(
@@ -90,9 +87,11 @@ def validate(casting: object, dtype: torch.dtype | None, emulate: object) -> Non
             "after `from preamp import casting`."
         )
     operators.resolve(casting or DEFAULT)
-    if emulate and dtype not in (None, *EMULATED):
-        names = ", ".join(map(str, EMULATED))
-        raise CastingError(f"dtype={dtype!r} cannot be emulated. Write one of {names}.")
+    if emulate and dtype not in (None, torch.float16, torch.bfloat16):
+        raise CastingError(
+            f"dtype={dtype} cannot be rehearsed: GPUs have no autocast to it. Write dtype=torch.float16 or "
+            "dtype=torch.bfloat16."
+        )
 
 
 @cache
@@ -137,7 +136,7 @@ def rules_of(edits: Edits) -> dict[str, Rule]:
 @cache
 def _rules(edits: Edits) -> dict[str, Rule]:
     """Return the rule of every operator that autocast or the table names."""
-    rules, scope = dict(operators.listed(edits.device_type)), edits.scope
+    rules, scope = dict(operators.listed("cuda" if edits.emulate else edits.device_type)), edits.scope
     rules |= operators.resolve(edits.table if scope is None else scope.before)
     if scope and scope.rule == "untouched":
         rules = dict.fromkeys(rules, "untouched")
@@ -150,10 +149,11 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
     """Return what is done with operators, where it is something other than what PyTorch does."""
     listed, scope = operators.listed(edits.device_type), edits.scope
     is_plain = edits.table == DEFAULT and not edits.emulate
+    products = operators.listed("cuda")
     changed: dict[str, Action] = {}
     for name, rule in _rules(edits).items():
-        if rule == "lower" and edits.emulate:
-            changed[name] = "emulate"
+        if rule == "lower" and edits.emulate and products.get(name) == "lower":
+            changed[name] = "recurrent" if name in recurrent.NAMES else "product"
         elif rule == "lower" and scope and (scope.rule == "float16" or scope.rule == "bfloat16"):
             changed[name] = scope.rule
         elif rule != listed.get(name):
@@ -173,10 +173,16 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
             if action == "once":
                 by_steps = edits.device_type == "cpu" and name in recurrent.STEPWISE_ON_CPU
                 action = "steps" if by_steps else "each"
-            elif action == "emulate" and name in recurrent.NAMES:
+            elif action == "product" and name in recurrent.NAMES:
                 action = "recurrent"
             changed[name] = action
-    if operators.PADDING & _edited(edits).keys() and "pad" not in changed:
+    if edits.emulate:
+        # What this device's autocast casts and a GPU's does not.
+        others = {name: "untouched" for name in listed if name not in _rules(edits)}
+        absent = operators.WITHOUT_KERNEL.get(edits.device_type, {})
+        others |= {name: "without kernel" for name in absent if _rules(edits).get(name) in (None, "untouched")}
+        changed = {**others, **changed}
+    if operators.PADDING & changed.keys() and "pad" not in changed:
         changed["pad"] = "padding"
     # What is written in place keeps its dtype, whatever the rule; but it can be refused.
     return changed | {f"{name}_": action for name, action in changed.items() if action == "refuse"}

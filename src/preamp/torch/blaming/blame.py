@@ -19,10 +19,8 @@ from preamp.blaming.blame import Blame, BlameRow, ranked, with_parameters
 from preamp.checks import positive, shown, whole
 from preamp.errors import CastingError, UsageError
 from preamp.torch.autocasting.region import autocast
-from preamp.torch.autocasting.rules import EMULATED, FLOAT8
 from preamp.torch.autocasting.unscaled import watch
 from preamp.torch.autocasting.weight_cache import summed_low
-from preamp.torch.blaming.calls import LOW
 from preamp.torch.blaming.nonfinite import Search, what_is_in
 from preamp.torch.blaming.recorder import SHARDED, Finished, Recorder, is_sharded, maker_in_words, size_of
 from preamp.torch.blaming.tallies import TINY, Place, norm_of
@@ -35,10 +33,6 @@ REPAIRED = (
     "What is not finite in low precision alone was replaced by what float32 has, at most the largest number "
     "of the format, and the loss is computed from that."
 )
-HALF = (
-    "Some weights are in low precision themselves. Emulated products return float32, so what follows them "
-    "runs in float32, unlike in the program. Write emulate=False (--cast)."
-)
 ATTEMPTS = 4  # to find a loss scale with which nothing overflows
 
 
@@ -48,11 +42,12 @@ def blame(
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.bfloat16,
     casting: Casting | None = None,
-    emulate: bool = True,
     loss_scale: float | None = None,
     seed: int = 0,
 ) -> Blame:
     """Run one training step in low precision and in float32, and say which operator loses the accuracy.
+
+    The step in low precision is a rehearsal of a GPU, `autocast(emulate=True)`, on any device.
 
     Args:
         loss_fn: returns the loss, a floating-point tensor with one element. A function that calls
@@ -62,11 +57,8 @@ def blame(
         args: what it is called with.
         model: the model. Rows, and the rules of modules in `casting`, name modules by their paths in it.
             Without it, paths begin with the class of the outermost module.
-        dtype: the low precision: torch.bfloat16, torch.float16, or, with `emulate`, a float8.
-        casting: an edited table, as of `autocast(casting=...)`; None for autocast's own.
-        emulate: True is `autocast(emulate=True)`: products round their inputs and results to the low
-            precision, as on a tensor core, and all other operators stay in float32 unless the program itself
-            casts. False is autocast as this device runs it.
+        dtype: the low precision: torch.bfloat16 or torch.float16.
+        casting: edits of CUDA's table, as of `autocast(casting=...)`.
         loss_scale: what the loss is multiplied by before its backward pass. None takes the scale of the
             step's `GradScaler`; without a scaler it is 2**16 for float16 and 1 for other formats. If
             gradients overflow at that scale, it is lowered until they do not, as dynamic loss scaling does.
@@ -100,7 +92,7 @@ def blame(
     >>> found.guilty
     []
     """
-    step = BlamedStep(loss_fn, args, model, dtype, emulate, loss_scale, seed)
+    step = BlamedStep(loss_fn, args, model, dtype, loss_scale, seed)
     found = step.run(casting)
     return with_parameters(found, lambda row: step.differences(row, casting, found.loss_scale))
 
@@ -114,14 +106,13 @@ class BlamedStep:
         args: tuple[Any, ...],
         model: nn.Module | None,
         dtype: torch.dtype,
-        emulate: bool,
         loss_scale: float | None,
         seed: int,
     ) -> None:
-        _check(loss_fn, model, dtype, emulate, loss_scale)
+        _check(loss_fn, model, dtype, loss_scale)
         whole("seed", seed, least=0, instead="seed=0")
         self._loss_fn, self._args, self._model = loss_fn, args, model
-        self._dtype, self._emulate, self._loss_scale, self._seed = dtype, emulate, loss_scale, seed
+        self._dtype, self._loss_scale, self._seed = dtype, loss_scale, seed
         tensors = [leaf for leaf in compat.tree_leaves(args) if isinstance(leaf, Tensor)]
         if model is not None:
             _refuse_sharded(model)
@@ -171,7 +162,6 @@ class BlamedStep:
     def _notes_of(self, recorder: Recorder) -> list[str]:
         """Return sentences about what the run has shown."""
         weights = [weight for weight, _ in recorder.here.leaves]
-        is_low = self._emulate and any(weight.dtype in LOW for weight in weights)
         if self._model is not None and not any(
             weight is each for weight in weights for each in self._model.parameters()
         ):
@@ -180,9 +170,8 @@ class BlamedStep:
                 "the function calls."
             )
         return [
-            *([HALF] if is_low else []),
             *([REPAIRED] if recorder.repaired else []),
-            *([] if self._dtype in FLOAT8 else summed_low(recorder.uses, self._dtype, "the step")),
+            *summed_low(recorder.uses, self._dtype, "the step"),
             *recorder.failures,
         ]
 
@@ -212,8 +201,7 @@ class BlamedStep:
             norm = size = math.nan
         rows = [tally.row(place, norm, size) for place, tally in recorder.tallies.items()]
         changes = sum(tally.loss_change for tally in recorder.tallies.values())
-        limits = torch.finfo(self._dtype)
-        in_order = rows if cause else ranked(rows, limits.eps / 2, emulated=self._emulate)
+        in_order = rows if cause else ranked(rows, torch.finfo(self._dtype).eps / 2)
         return Blame(
             sorted(in_order, key=lambda row: _place_of(row) != maker),
             str(self._dtype).removeprefix("torch."),
@@ -298,7 +286,7 @@ class BlamedStep:
                     self._dtype,
                     casting=casting,
                     model=self._model,
-                    emulate=self._emulate,
+                    emulate=True,
                 )
             )
             modules.follow()
@@ -389,12 +377,12 @@ class _Arrived:
         self._function(*self._about, leaf)
 
 
-def _check(loss_fn: object, model: object, dtype: object, emulate: bool, loss_scale: object) -> None:
+def _check(loss_fn: object, model: object, dtype: object, loss_scale: object) -> None:
     if torch.is_inference_mode_enabled():
         raise UsageError("Inference mode computes no gradients to compare. Call blame outside of it.")
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"dtype={dtype!r} is not a torch.dtype. Write dtype=torch.float16.")
-    if dtype not in (torch.float16, torch.bfloat16) and not (emulate and dtype in EMULATED):
+    if dtype not in (torch.float16, torch.bfloat16):
         raise CastingError(
             f"dtype={dtype} cannot be compared with float32. Write torch.float16 or torch.bfloat16."
         )

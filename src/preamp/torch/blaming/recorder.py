@@ -52,7 +52,6 @@ STEP = 2.0**-7  # how far aside `there` is, relative to each value of a weight
 # Whose lines are not the program's.
 HIDDEN = (*torch.__path__, *preamp.__path__, contextlib.__file__, "<")
 NEGLIGIBLE = 1e-3  # of the error of a gradient that was inherited
-EMULATED = ("emulate", "recurrent")
 SHARDED = (
     "Each rank may run the step another number of times, and would then wait for the others forever. Write "
     "blame(...) before fully_shard(model) and parallelize_module(model), on one rank, with a smaller batch."
@@ -605,8 +604,7 @@ class Recorder(TorchFunctionMode):
         if not results:
             return value
 
-        emulated = self._emulated(func)
-        formats = {tensor.dtype for tensor in (*lows, *results)} | ({emulated} if emulated else set())
+        formats = {tensor.dtype for tensor in (*lows, *results)}
         low = [dtype for dtype in formats if dtype in LOW]
         search, call = self.search, None
         if (low or search) and not self._in_float32:
@@ -630,7 +628,7 @@ class Recorder(TorchFunctionMode):
                 for result, copy in zip(results, made["here"].results, strict=True):
                     result.copy_(copy)
             if call is not None:
-                self._compare(call, func, lows, results, emulated, made, written, is_random, products.flops)
+                self._compare(call, func, lows, results, made, written, is_random, products.flops)
             given = dict(zip(map(id, lows), tensors, strict=True))
             own = [given.get(id(result), result) for result in results]  # the program's
             if search and call:
@@ -758,7 +756,6 @@ class Recorder(TorchFunctionMode):
         func: Callable[..., Any],
         lows: Sequence[Tensor],
         results: Sequence[Tensor],
-        emulated: torch.dtype | None,
         made: dict[str, _Made],
         written: int | None,
         is_random: bool,
@@ -771,15 +768,11 @@ class Recorder(TorchFunctionMode):
         found = []
         watched = self._alone is None and written is None
         for at, (result, copy) in enumerate(zip(results, here.results, strict=True)):
-            limit = torch.finfo(emulated or result.dtype).max
+            limit = torch.finfo(result.dtype).max
             errors = Errors.between(raised(result), copy.detach(), limit, made["exact"].results[at])
             found.append(errors)
-        runs = f"{str(emulated)[6:]} emulated" if emulated else _dtype_name(results[0])
-        rounds = (
-            runs
-            if emulated
-            else next((_dtype_name(each) for each in (*lows, *results) if each.dtype in LOW), runs)
-        )
+        runs = _dtype_name(results[0])
+        rounds = next((_dtype_name(each) for each in (*lows, *results) if each.dtype in LOW), runs)
         index = self._next_index()
         call.place = place
         call.forward = partial(self._tally, place, index, inputs, runs, limit)
@@ -843,15 +836,6 @@ class Recorder(TorchFunctionMode):
         listed = rules.rules_of(rules.Edits(self.device_type))
         is_listed = listed.get(calls.operator_of(func)) == "lower"
         return torch.is_autocast_enabled(self.device_type) and is_listed and not is_edited
-
-    def _emulated(self, func: Callable[..., Any]) -> torch.dtype | None:
-        """Return what a call rounds to, None if it does not round."""
-        mode = modes.current(self.device_type)
-        if mode is None or not torch.is_autocast_enabled(self.device_type):
-            return None
-        if mode.action_of(func) not in EMULATED:
-            return None
-        return modes.rounded_to(mode.key, torch.get_autocast_dtype(self.device_type))
 
 
 class _Made(NamedTuple):

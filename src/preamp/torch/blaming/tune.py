@@ -23,7 +23,6 @@ def tune(
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.bfloat16,
     casting: Casting | None = None,
-    emulate: bool = True,
     loss_scale: float | None = None,
     seed: int = 0,
     target: float | Literal["seeds"] | None = None,
@@ -40,7 +39,6 @@ def tune(
         model: the model. Rules of modules name paths in it; without, there are only rules of operators.
         dtype: the low precision, as of `blame`.
         casting: the table to begin with; None for autocast's.
-        emulate: as of `blame`.
         loss_scale: as of `blame`.
         seed: as of `blame`.
         target: the predicted relative error of the loss and of the gradients to stay below. "seeds" takes
@@ -62,7 +60,7 @@ def tune(
     casting.DEFAULT
     """
     whole("rehearsals", rehearsals, least=1, instead="rehearsals=20")
-    step = BlamedStep(loss_fn, args, model, dtype, emulate, loss_scale, seed)
+    step = BlamedStep(loss_fn, args, model, dtype, loss_scale, seed)
     if target is None:
         target = tuning.ENOUGH * torch.finfo(dtype).eps / 2
     elif target == "seeds":
