@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from blame_cases import OUTSIDE, Case, models
+from blame_cases import OUTSIDE, Case, by_hand, models
 from blame_cases.models import Step
 from preamp import casting
 from preamp.autocasting.tables import Casting
@@ -20,6 +21,7 @@ __all__ = ["CASES"]
 FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 BOTH = (FLOAT16, BFLOAT16)
 SHORT = {FLOAT16: "float16", BFLOAT16: "bfloat16"}
+STEPS = {**models.STEPS, **by_hand.STEPS}
 
 Plant = Callable[[nn.Module], None]
 
@@ -41,7 +43,7 @@ class Builder:
     def __call__(self, seed: int) -> Step:
         """Return the step."""
         torch.manual_seed(seed)
-        step = models.STEPS[self.model](self.dtype, **self.options)
+        step = STEPS[self.model](self.dtype, **self.options)
         step = models.trained(step, self.trained, self.rate)
         if self.over > 1:
             step = models.averaged(step, self.over)
@@ -49,7 +51,7 @@ class Builder:
             with torch.no_grad():
                 self.plant(step.model)
         models.set_low(step.model, self.dtype)
-        return Step(step.loss_fn, step.args, step.model, self.dtype, self.table, self.loss_scale)
+        return dataclasses.replace(step, casting=self.table, loss_scale=self.loss_scale)
 
 
 def at_fault(path: str, fault: str, amount: float = 1.0) -> Plant:
@@ -104,7 +106,7 @@ def planted(
 
     Args:
         kind: what sort of fault it is.
-        model: a key of `models.STEPS`.
+        model: a key of `STEPS`.
         what: the fault. Without `plant`, `table` and `loss_scale` it is what the part at `at` calls it.
         at: the paths of what is guilty, the first of which is where the fault is planted.
         operators: which are guilty there, with spaces between; none for all.
@@ -358,6 +360,12 @@ def _cancellations() -> Iterator[Case]:
     yield from planted(kind, "autoencoder", "expanded", "loss", "to mul sub add mean", level=10.0)
 
 
+def _by_hand() -> Iterator[Case]:
+    for model, code, dtypes, operators, options in by_hand.CODES:
+        options = {"code": code, **options}
+        yield from planted("by hand", model, "in half", "hand", operators, dtypes=dtypes, **options)
+
+
 CASES: tuple[Case, ...] = (
     *_softmaxes(),
     *_norms(),
@@ -369,4 +377,5 @@ CASES: tuple[Case, ...] = (
     *_long_sums(),
     *_tables(),
     *_cancellations(),
+    *_by_hand(),
 )

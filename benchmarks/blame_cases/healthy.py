@@ -8,16 +8,30 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from blame_cases import Healthy
+from blame_cases import Healthy, by_hand
 from blame_cases.faults import BOTH, SHORT, Builder
 
 __all__ = ["HEALTHY", "Healthy"]
 
 
 def _in_both(model: str, *, trained: int = 0, rate: float = 0.1, **options: Any) -> Iterator[Healthy]:
+    yield from _in(BOTH, model, trained=trained, rate=rate, **options)
+
+
+def _by_hand() -> Iterator[Healthy]:
+    """Return the codes of `by_hand` without their faults."""
+    for model, code, dtypes, _, options in by_hand.CODES:
+        if by_hand.is_healthy(code):
+            for healthy in _in(dtypes, model, code=code, **options):
+                yield healthy._replace(name=f"by hand: {healthy.name}")
+
+
+def _in(
+    dtypes: tuple[torch.dtype, ...], model: str, *, trained: int = 0, rate: float = 0.1, **options: Any
+) -> Iterator[Healthy]:
     given = ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items())
     after = f" after {trained} steps" if trained else ""
-    for dtype in BOTH:
+    for dtype in dtypes:
         builder = Builder(model, dtype, options, trained=trained, rate=rate)
         yield Healthy(f"{model}({given}) {SHORT[dtype]}{after}", builder)
 
@@ -61,4 +75,5 @@ HEALTHY: tuple[Healthy, ...] = (
     *_in_both("summing", chunks=50),
     *_in_both("bags"),
     *_in_both("bags", activation=F.gelu, classes=20, trained=10, rate=1.0),
+    *_by_hand(),
 )
