@@ -642,7 +642,8 @@ def test_what_is_not_supported_is_warned_of_and_switched_off(monkeypatch, argume
 def test_a_device_with_an_index_is_a_device(region, edit, way):
     """The original takes `str(tensor.device)` for what it means, although that is not documented."""
     edit, a = edit if region is autocast else {}, numbers(2, 2)
-    assert run_in(way, partial(region, "cpu:0", **edit), torch.mm)(a, a).dtype == (FULL if "casting" in edit else BRAIN)
+    expected = FULL if "casting" in edit else BRAIN
+    assert run_in(way, partial(region, "cpu:0", **edit), torch.mm)(a, a).dtype == expected
     assert torch.mm(a, a).dtype == FULL
 
 

@@ -286,7 +286,7 @@ def test_a_rehearsed_module_is_what_it_is_in_a_native_region(case, dtype, low_in
         with without_onednn():  # which has LSTMs as one operator
             try:
                 outcomes.append(used(case, region, given_in))
-            except RuntimeError as error:  # what CUDA's table refuses, and what has no kernel in low precision
+            except RuntimeError as error:  # what CUDA's table refuses, and what has no kernel
                 outcomes.append(type(error))
     mine, native = outcomes
     if isinstance(native, type) or isinstance(mine, type):

@@ -15,10 +15,8 @@ from preamp.autocasting.text_tables import WIDTH, text_table
 Direction = Literal["forward", "backward"]
 Part = Literal["product", "sensitive", "other"]
 
-ALLOWED: Mapping[Part, float] = {"product": 5.0, "sensitive": 1.0, "other": 2.0}
+ALLOWED: Mapping[Part, float] = {"product": 5.0, "sensitive": 1.0, "other": 3.0}
 """The effect that is expected of an operator, in unit roundoffs of the step's low precision."""
-ALLOWED_EXPLICIT = 1.0
-"""The same for operators other than products, where the program itself has asked for low precision."""
 ALLOWED_LOSS = 2.0
 """The change of the loss that is expected of an operator, in the same unit."""
 ALLOWED_LOST = 0.3
@@ -121,8 +119,13 @@ class BlameRow:
 
     @property
     def flushed(self) -> float:
-        """The share of the gradients that was flushed to zero, of their norm or number; 0 for results."""
-        return max(self.lost_share, self.lost / self.values) if self.direction == "backward" else 0.0
+        """The share of the gradients that was flushed to zero, of their norm or number; 0 for results.
+
+        The number counts where gradients of weights come from, each of which an optimizer may need.
+        """
+        if self.direction == "forward":
+            return 0.0
+        return max(self.lost_share, self.lost / self.values if self.part == "product" else 0.0)
 
     @property
     def reason(self) -> str:

@@ -101,7 +101,7 @@ Seed: TypeAlias = Annotated[int, Parameter(validator=Number(gte=0, lt=2**32))]
 Share: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 # One Literal, because cyclopts lists the choices of one in its error, and the types of a union.
 PrecisionOrAll: TypeAlias = Literal["float32", "float16", "bfloat16", "all"]
-LowPrecision: TypeAlias = Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+LowPrecision: TypeAlias = Literal["float16", "bfloat16"]
 
 POLICY = Group("Policy for the loss scale", sort_key=0)
 NAMES = f"{', '.join(map(kebab, RULES))}, or another system's (see preamp dialects)"
@@ -151,7 +151,7 @@ CUT_OFF, BAD_INPUT, INTERRUPTED = 1, 2, 130
 LISTED = 8  # files that an error names
 TITLES: dict[Task, str] = {"autoencoder": "Redrawing {}", "classify": "Telling {} apart"}
 ARITHMETIC = {
-    True: "emulated as on a tensor core: products store operands and results in it and sum in float32",
+    True: "rehearsed as on a GPU: values are stored in it, and products sum in float32",
     False: "the CPU's own",
 }
 COLORS = {  # by precision and whether the loss was scaled
@@ -227,8 +227,8 @@ def train(
         framework: whose training loop to use. [the first installed of torch, jax]
         precision: float16 runs twice, without and with loss scaling; can be repeated. [float32, and float16
             or that of the configuration]
-        emulate: compute in float32 and round where a GPU does. This is the default; --native computes in low
-            precision.
+        emulate: rehearse a GPU: values are in low precision, and products compute in float32. This is the
+            default; --native computes as this device does.
         rule: the name of a policy.
         policy: the settings of the policy.
         dialect: another system's policy; see preamp dialects.
@@ -452,7 +452,7 @@ def inspect(
         framework: whose operators are cast.
         device: the device type whose tensors are cast, for PyTorch. Default: cpu.
         dtype: the low precision. Default: bfloat16; for PyTorch on GPUs float16.
-        emulate: round in float32 instead of casting.
+        emulate: rehearse a GPU: its table, and products that compute in float32.
         casting_file: edits of operators and modules, in JSON, TOML or YAML, as Casting.to_dict writes them.
         compiled: show what torch.compile makes of the function: its graphs, operator by operator, with
             source lines.
@@ -484,7 +484,6 @@ def blame(
     *,
     framework: Literal["torch", "jax"] = "torch",
     dtype: LowPrecision | None = None,
-    cast: bool = False,
     casting_file: Annotated[Path | None, Parameter(name="--casting")] = None,
     loss_scale: float | None = None,
     by: Literal["operator", "module"] = "operator",
@@ -493,7 +492,8 @@ def blame(
 ) -> int:
     """Run one training step in low precision and in float32, and say which operator loses the accuracy.
 
-    Each call of an operator, and its backward pass, is compared with float32 on the very same inputs. A
+    The step runs as on a GPU: values have the dtypes that autocast gives them there. Each call of an
+    operator, and its backward pass, is compared with float32 on the very same inputs. A
     difference counts by its effect on the gradients and the loss. A star marks the operators that lose more
     than is expected in this precision.
 
@@ -503,8 +503,6 @@ def blame(
             function, its parameters and its other arguments.
         framework: the framework of the function.
         dtype: the low precision. Default: bfloat16.
-        cast: cast as autocast does on this device. Default: products round in float32, as on a tensor core,
-            and nothing else is in low precision unless the program casts it.
         casting_file: edits of operators and modules, in JSON, TOML or YAML, as Casting.to_dict writes them.
         loss_scale: what the loss is multiplied by. Default: the scale of the step's GradScaler, or what
             dynamic loss scaling would arrive at.
@@ -518,9 +516,7 @@ def blame(
 
     _above_zero("--loss-scale", loss_scale, "65536")
 
-    found = blame_function(
-        target, framework, dtype, emulate=not cast, casting_file=casting_file, loss_scale=loss_scale
-    )
+    found = blame_function(target, framework, dtype, casting_file=casting_file, loss_scale=loss_scale)
     found = found.by_module() if by == "module" else found
     write_report(
         out_file,
@@ -545,7 +541,6 @@ def tune(
     *,
     framework: Literal["torch", "jax"] = "torch",
     dtype: LowPrecision | None = None,
-    cast: bool = False,
     casting_file: Annotated[Path | None, Parameter(name="--casting")] = None,
     loss_scale: float | None = None,
     error: float | None = None,
@@ -562,7 +557,6 @@ def tune(
         target: MODULE:FUNCTION, as for preamp blame.
         framework: the framework of the function.
         dtype: the low precision. Default: bfloat16.
-        cast: as for preamp blame.
         casting_file: the table to begin with, in JSON, TOML or YAML. Default: autocast's.
         loss_scale: as for preamp blame.
         error: stay below this predicted relative error of the loss and the gradients. Default: 8 unit
@@ -581,7 +575,6 @@ def tune(
         target,
         framework,
         dtype,
-        emulate=not cast,
         casting_file=casting_file,
         loss_scale=loss_scale,
         error=error,
@@ -592,7 +585,7 @@ def tune(
     print(found)
     if calls is not None:
         before = read_casting(casting_file) if casting_file else None
-        runs = train_with(target, framework, found, before, calls, emulate=not cast)
+        runs = train_with(target, framework, found, before, calls)
         out.print(f"\n{calls} calls of {target}, the mean loss of the last tenth:", soft_wrap=True)
         print_table(table(runs))
         print_lines(sentences(runs))

@@ -4,7 +4,7 @@
 them in rows and sentences.
 
 Low precision means what a tensor core does: operands, results and their gradients are stored in float16 or
-bfloat16, products are summed in float32. Every loop can emulate it in float32, or compute in it natively.
+bfloat16, products are summed in float32. Every loop can rehearse it, or compute in it natively.
 """
 
 from typing import Final, Literal, TypeAlias

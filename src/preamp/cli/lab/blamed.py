@@ -18,7 +18,6 @@ def blame_function(
     framework: str,
     dtype: str | None,
     *,
-    emulate: bool,
     casting_file: Path | None,
     loss_scale: float | None,
 ) -> Blame:
@@ -30,7 +29,6 @@ def blame_function(
             its parameters and its other arguments.
         framework: "torch" or "jax".
         dtype: the name of the low precision, None for bfloat16.
-        emulate: whether to round instead of casting.
         casting_file: the edits of the framework's table; None for none.
         loss_scale: what the loss is multiplied by; None for the scale that dynamic loss scaling would reach.
 
@@ -38,20 +36,17 @@ def blame_function(
         PreampError: for a target that does not exist or cannot be compared, and for a file without a table.
         MissingExtra: without the framework.
     """
-    if dtype and dtype.startswith("float8") and not emulate:
-        raise PreampError(f"--dtype {dtype} can only be emulated. Leave --cast out.")
-    settings: dict[str, Any] = {"emulate": emulate, "loss_scale": loss_scale}
     table = read_casting(casting_file) if casting_file else None
     run = _in_torch if framework == "torch" else _in_jax
     try:
-        return run(target, dtype or "bfloat16", table, settings)
+        return run(target, dtype or "bfloat16", table, loss_scale)
     except CastingError as error:
         if casting_file is None:  # a region in the function has a table of its own
             raise
         raise PreampError(f"{casting_file}: {error}") from error
 
 
-def _in_torch(target: str, dtype: str, table: Casting | None, settings: dict[str, Any]) -> Blame:
+def _in_torch(target: str, dtype: str, table: Casting | None, loss_scale: float | None) -> Blame:
     try:
         import torch
 
@@ -60,21 +55,21 @@ def _in_torch(target: str, dtype: str, table: Casting | None, settings: dict[str
         raise MissingExtra.of(error, "preamp[torch]") from error
 
     function: Callable[[], Any] = find_function(target)
-    around = casting_region(dtype, emulate=settings["emulate"], casting=table)
+    around = casting_region(dtype, emulate=True, casting=table)
     model = model_of(function, around, stops=True)
     if not list(model.parameters()) and not (table and table.modules):
         model = None  # the function calls no module, or those without parameters
-    return blame(function, model=model, dtype=getattr(torch, dtype), casting=table, **settings)
+    return blame(function, model=model, dtype=getattr(torch, dtype), casting=table, loss_scale=loss_scale)
 
 
-def _in_jax(target: str, dtype: str, table: Casting | None, settings: dict[str, Any]) -> Blame:
+def _in_jax(target: str, dtype: str, table: Casting | None, loss_scale: float | None) -> Blame:
     try:
         from preamp.jax import blame
     except ImportError as error:
         raise MissingExtra.of(error, "preamp[jax]") from error
 
     loss_fn, params, *arguments = loss_and_arguments(target)
-    return blame(loss_fn, params, *arguments, dtype=dtype, casting=table, **settings)
+    return blame(loss_fn, params, *arguments, dtype=dtype, casting=table, loss_scale=loss_scale)
 
 
 def loss_and_arguments(target: str) -> tuple[Any, ...]:

@@ -46,7 +46,7 @@ class PrecisionRun:
 
     Attributes:
         precision: "float32" runs without autocast.
-        emulate: whether autocast rounded in float32 instead of casting.
+        emulate: whether a GPU was rehearsed.
         losses: the returned loss of each call.
         seconds: how long each call took.
         device: the device type of the loss; "" if it is a plain number.
@@ -79,8 +79,8 @@ class PrecisionRun:
 
     @property
     def name(self) -> str:
-        """The precision, and whether it is emulated."""
-        return self.label or (f"{self.precision}, emulated" if self.emulate else self.precision)
+        """The precision, and whether it is rehearsed."""
+        return self.label or (f"{self.precision}, rehearsed" if self.emulate else self.precision)
 
     @property
     def usual_seconds(self) -> float:
@@ -88,7 +88,7 @@ class PrecisionRun:
         return median(self.seconds[1:]) if len(self.seconds) >= FEWEST_TIMED else math.nan
 
     def speed_against(self, reference: PrecisionRun) -> float:
-        """How many times as fast as the reference it is; NaN if it was emulated or not timed."""
+        """How many times as fast as the reference it is; NaN if it was rehearsed or not timed."""
         if self.emulate or len(self.losses) < len(reference.losses):
             return math.nan
         return reference.usual_seconds / max(self.usual_seconds, 1e-9)
@@ -120,7 +120,7 @@ def run_in_low_precision(
 ) -> list[PrecisionRun]:
     """Run a function under autocast in bfloat16 and float16, each in a process of its own.
 
-    float16 is emulated where the hardware lacks it or is slower in it than in float32.
+    float16 is rehearsed where the hardware lacks it or is slower in it than in float32.
 
     Args:
         reference: the run in float32.
@@ -205,7 +205,7 @@ def sentences(runs: Sequence[PrecisionRun], target: str, framework: str, report:
             found += _slower_than_products(run, reference, report)
     if any(run.emulate for run in runs):
         found.append(
-            "Emulated: products round to float16 and compute in float32; float16's speed is not measured."
+            "Rehearsed: as on a GPU, but products compute in float32, so float16's speed is not measured."
         )
     if len(reference.losses) < FEWEST_TIMED:
         found.append(f"Speeds need {FEWEST_TIMED} calls or more: the first one warms up.")
@@ -320,11 +320,10 @@ def _take_over_regions(run: PrecisionRun, ours: object) -> None:
 
     def taken_over(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def entered(region: Any) -> Any:
-            is_float8 = getattr(region, "_float8", None) is not None
             if region._enabled and region is not ours:
                 run.enters_regions = True
                 region._enabled = low is not None
-                region.fast_dtype = region.fast_dtype if low is None or is_float8 else low
+                region.fast_dtype = region.fast_dtype if low is None else low
             return enter(region)
 
         return entered
@@ -391,7 +390,7 @@ def _take_over_autocast(run: PrecisionRun) -> None:
             run.enters_regions = True
             if run.precision == "float32":
                 settings["enabled"] = False
-            elif "float8" not in str(dtype):
+            else:
                 dtype, settings["emulate"] = run.precision, run.emulate
         return original(fn, dtype, **settings)
 

@@ -35,7 +35,7 @@ def inspect_function(
         framework: "torch" or "jax".
         device: the device type, None for the CPU; JAX's tables are the same on every device.
         dtype: the name of the low precision, None for the framework's default.
-        emulate: whether to round instead of casting.
+        emulate: whether to rehearse a GPU.
         compiled: whether to report the program that `torch.compile` makes of the function.
         casting_file: the edits of the framework's table; None for none.
 
@@ -44,8 +44,6 @@ def inspect_function(
             for a file that has no table.
         MissingExtra: without the framework.
     """
-    if dtype and dtype.startswith("float8") and not emulate:
-        raise PreampError(f"--dtype {dtype} can only be emulated. Write --emulate as well.")
     if framework == "jax" and compiled:
         raise PreampError("--compile is for PyTorch. Leave it out: JAX's report shows the compiled program.")
     if framework == "jax" and device:
@@ -104,7 +102,7 @@ def casting_region(
     Args:
         dtype: the name of the low precision, None for the device's default.
         device: the device type; None for the CPU and the accelerator.
-        emulate: whether to round instead of casting.
+        emulate: whether to rehearse a GPU.
         casting: the edits of PyTorch's table.
     """
     import torch

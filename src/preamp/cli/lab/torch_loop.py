@@ -1,6 +1,6 @@
 """The training loop in PyTorch, as a user of `preamp.torch` would write it.
 
-`autocast(emulate=True)` emulates low precision, because a CPU's own float16 products are up to 200 times
+`autocast(emulate=True)` rehearses a GPU, because a CPU's own float16 products are up to 200 times
 slower.
 """
 

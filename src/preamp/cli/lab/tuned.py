@@ -24,7 +24,6 @@ def tune_function(
     framework: str,
     dtype: str | None,
     *,
-    emulate: bool,
     casting_file: Path | None,
     loss_scale: float | None,
     error: float | None,
@@ -37,7 +36,7 @@ def tune_function(
         PreampError: as `blame_function`.
         MissingExtra: without the framework.
     """
-    settings: dict[str, Any] = {"emulate": emulate, "loss_scale": loss_scale, "target": error}
+    settings: dict[str, Any] = {"loss_scale": loss_scale, "target": error}
     settings["casting"] = read_casting(casting_file) if casting_file else None
     return (_in_torch if framework == "torch" else _in_jax)(target, dtype or "bfloat16", settings)
 
@@ -51,14 +50,14 @@ def _in_torch(target: str, dtype: str, settings: dict[str, Any]) -> tuple[Tuning
         raise MissingExtra.of(error, "preamp[torch]") from error
 
     function: Callable[[], Any] = find_function(target)
-    around = casting_region(dtype, emulate=settings["emulate"], casting=settings["casting"])
+    around = casting_region(dtype, emulate=True, casting=settings["casting"])
     model = model_of(function, around, stops=True)
     weights = list(model.parameters())
     found = tune(function, model=model if weights else None, dtype=getattr(torch, dtype), **settings)
     device = weights[0].device.type if weights else "cpu"
     use = f'with autocast("{device}", dtype=torch.{dtype}, casting=table'
     use += f", model={name_of(model, function)}" if found.casting.modules else ""
-    return found, f"{use}{_emulates(dtype)}): ..."
+    return found, f"{use}): ..."
 
 
 def _in_jax(target: str, dtype: str, settings: dict[str, Any]) -> tuple[Tuning, str]:
@@ -70,15 +69,11 @@ def _in_jax(target: str, dtype: str, settings: dict[str, Any]) -> tuple[Tuning, 
     loss_fn, params, *arguments = loss_and_arguments(target)
     found = tune(loss_fn, params, *arguments, dtype=dtype, **settings)
     name = getattr(loss_fn, "__name__", "loss_fn")
-    return found, f'{name} = autocast({name}, dtype="{dtype}", casting=table{_emulates(dtype)})'
-
-
-def _emulates(dtype: str) -> str:
-    return ", emulate=True" if dtype.startswith("float8") else ""
+    return found, f'{name} = autocast({name}, dtype="{dtype}", casting=table)'
 
 
 def train_with(
-    target: str, framework: str, tuned: Tuning, before: Casting | None, calls: int, *, emulate: bool
+    target: str, framework: str, tuned: Tuning, before: Casting | None, calls: int
 ) -> list[PrecisionRun]:
     """Call a function many times in float32, with the initial table, and with the table that was found.
 
@@ -89,7 +84,7 @@ def train_with(
         PreampError: if it cannot run in float32.
     """
     low = tuned.before.dtype
-    settings: dict[str, Any] = {"emulate": emulate, "finds_model": framework == "torch"}
+    settings: dict[str, Any] = {"emulate": True, "finds_model": framework == "torch"}
     runs = [
         PrecisionRun("float32", finds_model=framework == "torch"),
         PrecisionRun(

@@ -82,22 +82,17 @@ class _Program:
             self._wide[equation.outvars[0]] = operands[0]
             self._casts.add(equation.outvars[0])
             self._equations.append(equation)
-        elif jaxprs.keeps_numbers(equation) and any(wides):  # the rounding of a cast, in a rehearsal
-            self._wide[equation.outvars[0]] = self._wide[operands[0]]
-            self._casts.update(equation.outvars if operands[0] in self._casts else ())
-            self._equations.append(equation)
         elif (
             name in PRODUCTS
-            and not equation.params.get("paired")
+            and "paired" not in equation.params
             and any(wides)
             and precision_of(equation.outvars[0].aval) != FLOAT32
         ):
-            is_plain = "paired" not in equation.params
             paired = tuple(place for place, wide in enumerate(wides) if wide)
             frozen = tuple(place for place in paired if operands[place] not in self._casts)
             self._equations.append(
                 equation.replace(
-                    primitive=product_of(equation.primitive) if is_plain else equation.primitive,
+                    primitive=product_of(equation.primitive),
                     invars=[*operands, *filter(None, wides)],
                     params={**equation.params, "paired": paired, "frozen": frozen},
                 )

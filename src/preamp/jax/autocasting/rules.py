@@ -11,15 +11,8 @@ import numpy as np
 from preamp.autocasting import tables as casting
 from preamp.autocasting.tables import Rule
 from preamp.errors import CastingError
-from preamp.jax.autocasting.lookahead import ARITHMETIC, INDEPENDENT, MOVES
-from preamp.jax.autocasting.precision import (
-    FLOAT32,
-    Precision,
-    Value,
-    has_explicit_precision,
-    holds,
-    precision_of,
-)
+from preamp.jax.autocasting.lookahead import ARITHMETIC, EXACT, INDEPENDENT, MOVES
+from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, has_explicit_precision, precision_of
 from preamp.jax.autocasting.rewriting import Program
 from preamp.jax.jaxprs import Atom, Equation, literal, source_line
 
@@ -27,10 +20,18 @@ Handler: TypeAlias = Callable[[Program, Equation], None]
 
 
 def lower(program: Program, equation: Equation) -> None:
-    """Run in the low precision."""
+    """Run in the low precision.
+
+    Emulated, operands that were computed in it are rounded once more: nothing changes forward, and each
+    cotangent is rounded before it is summed with those of other uses, as when products are stored low. The
+    cotangents of what was cast are float32.
+    """
+    values = program.operands(equation)
+    if program.low.rounded:
+        values = [program.rounded_again(program.cast(value, program.low)) for value in values]
     if has_explicit_precision(equation):  # an algorithm for float32 cannot multiply anything else
         equation = equation.replace(params={**equation.params, "precision": None})
-    _run(program, equation, program.operands(equation), program.low)
+    _run(program, equation, values, program.low)
 
 
 def float32(program: Program, equation: Equation) -> None:
@@ -48,14 +49,16 @@ def widest(program: Program, equation: Equation) -> None:
         program.emit(equation, values, [value.precision for value in values])
     else:
         _run(program, equation, values, _widest_with_lookahead(program, equation, floats))
-        if equation.primitive.name in MOVES and len(values) == 1:
-            program.keep_scalar(equation, values[0])
+        if equation.primitive.name in MOVES:
+            program.keep_cast(equation, floats)
+            if len(values) == 1:
+                program.keep_scalar(equation, values[0])
 
 
 def as_given(program: Program, equation: Equation) -> None:
     """Run in the precision of the operands; where they differ, in float32."""
     values = program.operands(equation)
-    _run(program, equation, values, _widest([value for value in values if value.precision]))
+    _run(program, equation, values, _widest([value for value in values if value.precision], program.low))
 
 
 def refuse(program: Program, equation: Equation) -> None:
@@ -80,7 +83,7 @@ def convert(program: Program, equation: Equation) -> None:
     elif value.precision is None:
         _from_integers(program, equation, value, target)
     else:
-        same = precision_of(atom.aval) == target or program.ahead.sums.get(atom) == target
+        same = precision_of(atom.aval) == target or program.ahead.sums.get(atom) == target.dtype
         program.set(result, value if same else program.cast(value, target)._replace(weak=False))
 
 
@@ -109,28 +112,32 @@ def _run(program: Program, equation: Equation, values: Sequence[Value], precisio
     results = [precision if precision_of(atom.aval) else None for atom in equation.outvars]
     params = None
     asked = equation.params.get("preferred_element_type")
-    if asked is not None and np.dtype(asked) != precision and results[0]:
-        params = {**equation.params, "preferred_element_type": precision}
+    if asked is not None and np.dtype(asked) != precision.dtype and results[0]:
+        params = {**equation.params, "preferred_element_type": precision.dtype}
     program.emit(equation, operands, results, params)
+    if program.low.rounded and precision == program.low and equation.primitive.name not in EXACT:
+        program.round_results(equation)
 
 
-def _widest(values: Sequence[Value]) -> Precision:
+def _widest(values: Sequence[Value], low: Precision) -> Precision:
     """Return the widest precision among values. Literals count only if there is nothing else."""
     strong = {value.precision for value in values if value.scalar is None and not value.weak}
     every = strong or {value.precision for value in values}
-    return (next(iter(every)) if len(every) == 1 else None) or FLOAT32
+    if len(every) == 1:
+        return next(iter(every)) or FLOAT32
+    return low if {precision.name for precision in every if precision} == {low.name} else FLOAT32
 
 
 def _widest_with_lookahead(program: Program, equation: Equation, floats: Sequence[Value]) -> Precision:
     """Return the widest precision among values, narrowed for later casts and widened for later sums."""
     ahead, low, name, results = program.ahead, program.low, equation.primitive.name, equation.outvars
-    precision = _widest(floats)
+    precision = _widest(floats, low)
     wants_float32 = name in ARITHMETIC and not ahead.wants_float32.isdisjoint(results)
     if precision == FLOAT32:
         return low if not wants_float32 and _is_to_be_low(program, equation, floats) else FLOAT32
     if wants_float32:
         return FLOAT32
-    held = all(holds(precision, value.scalar) for value in floats if value.scalar is not None)
+    held = all(precision.holds(value.scalar) for value in floats if value.scalar is not None)
     return precision if held else FLOAT32
 
 
@@ -152,10 +159,12 @@ def _from_integers(program: Program, equation: Equation, value: Value, precision
     """Cast integers straight to the low precision where nothing wants float32."""
     result = equation.outvars[0]
     if value.scalar is not None and result.aval.shape == ():
-        number = literal(np.asarray(value.scalar, precision), result.aval)
+        number = literal(np.asarray(value.scalar, precision.dtype), result.aval)
         program.set(result, Value(number, precision, value.scalar))
         return
     if precision == FLOAT32 and program.ahead.low_of(result) == program.low:
         precision = program.low
-    params = {**equation.params, "new_dtype": precision, "weak_type": False}
+    params = {**equation.params, "new_dtype": precision.dtype, "weak_type": False}
     program.emit(equation, [value], [precision], params)
+    if precision.rounded:
+        program.round_results(equation)

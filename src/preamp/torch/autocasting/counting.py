@@ -71,6 +71,7 @@ class _Call:
     tensors: list[Tensor]
     inputs: str
     source: str
+    rehearsed: bool = False
     runs: str = ""
     bytes_cast: int = 0
     bytes_moved: int = 0
@@ -148,12 +149,14 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
         self._keep_uses()
         shared = summed_low(self._most_uses, self._low, "one region") if self._low else ()
-        return CastReport(rows, [*_overflowed(rows), *_without_kernel(rows), *shared, *self._repeated(), *stayed(rows)])
+        seen = [*_overflowed(rows), *_without_kernel(rows)]
+        return CastReport(rows, [*seen, *shared, *self._repeated(), *stayed(rows)])
 
     def count(
         self,
         name: str,
         rule: str,
+        rehearsed: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run: Callable[[], Any],
@@ -165,6 +168,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         if self._current is not None or _in_graph.module or is_in_backward():
             return run()
         self._current = call = self._call(name, rule, (args, kwargs))
+        call.rehearsed = rehearsed
         try:
             result = run()
         finally:
@@ -213,11 +217,15 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
             call = self._call("to", self._unlisted(), [source])
             call.bytes_cast = _bytes(source)
             self._finish(call, [source], result)
-        elif not any(source is tensor for tensor in call.tensors):  # of a rehearsal, which computes in float32
+        elif call.rehearsed and not self._is_of_region(call, source, result):
             return
         else:
             call.bytes_cast += _bytes(source)
         self._record_source(source, result.dtype, call.module)
+
+    def _is_of_region(self, call: _Call, source: Tensor, result: Tensor) -> bool:
+        """Return whether a cast in a rehearsed product is the region's: of an operand, to low precision."""
+        return result.dtype is not torch.float32 and any(source is tensor for tensor in call.tensors)
 
     def _record_source(self, source: Tensor, dtype: torch.dtype, module: str) -> None:
         key, version = (id(source), dtype), _version(source)
@@ -311,8 +319,8 @@ def _without_kernel(rows: Iterable[CastRow]) -> Iterator[str]:
     for row in rows:
         if row.rule == "without kernel" and row.inputs != "float32":
             yield (
-                f"{row.operator} {row.place} ran in float32, and its results were rounded: this device has no "
-                f"kernel for {row.inputs}, and a GPU has one."
+                f"{row.operator} {row.place} ran in float32, and its results were rounded: this device has "
+                f"no kernel for {row.inputs}, and a GPU has one."
             )
 
 

@@ -53,6 +53,7 @@ class Counter(Protocol):
         self,
         name: str,
         rule: str,
+        rehearsed: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run: Callable[[], Any],
@@ -260,7 +261,7 @@ def _product(
 def _without_kernel(
     device_type: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call in float32 what has no kernel on this device for its inputs, and store its results in their dtype."""
+    """Call in float32 what has no kernel here for low precision, and store its results in that."""
     lows = operators.WITHOUT_KERNEL[device_type][name_in_graph(func)]
     found: list[torch.dtype] = []
 
@@ -358,8 +359,9 @@ class CountingMode(EditMode):
         rule = rules.rules_of(edits_of(self.key)).get(name, "unlisted") if is_on else "off"
         if is_on and action == "without kernel":
             rule = action
+        rehearsed = is_on and (action == "product" or action == "recurrent")
         for counter in reversed(self.counters):
-            run = functools.partial(counter.count, name, rule, args, kwargs, run)
+            run = functools.partial(counter.count, name, rule, rehearsed, args, kwargs, run)
         return run()
 
 

@@ -33,7 +33,8 @@ Action: TypeAlias = Literal[
 - "float16", "bfloat16": run it in that precision, whatever the region's is;
 - "product": compute it in float32, of inputs in low precision, and store the result in it;
 - "recurrent": run a recurrent network step by step, so that its products are seen;
-- "without kernel": compute it in float32 where it is given low precision, for which this device has no kernel;
+- "without kernel": the same for what is no product and is given low precision, where this device has no
+  kernel for that;
 - "padding": call the operator that `pad` calls in C++;
 - "inside": run a function in Python so that what it calls is seen;
 - "calls": call it, which calls functions that it is given, and have those run in the mode;
@@ -177,11 +178,15 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
                 action = "recurrent"
             changed[name] = action
     if edits.emulate:
-        # What this device's autocast casts and a GPU's does not.
-        others = {name: "untouched" for name in listed if name not in _rules(edits)}
-        absent = operators.WITHOUT_KERNEL.get(edits.device_type, {})
-        others |= {name: "without kernel" for name in absent if _rules(edits).get(name) in (None, "untouched")}
-        changed = {**others, **changed}
+        rules = _rules(edits)
+        without = [
+            name
+            for name in operators.WITHOUT_KERNEL.get(edits.device_type, {})
+            if rules.get(name, "untouched") == "untouched"
+        ]
+        # What this device's autocast casts and a GPU's does not is left alone.
+        others: dict[str, Action] = {name: "untouched" for name in listed if name not in rules}
+        changed = {**others, **changed, **dict.fromkeys(without, "without kernel")}
     if operators.PADDING & changed.keys() and "pad" not in changed:
         changed["pad"] = "padding"
     # What is written in place keeps its dtype, whatever the rule; but it can be refused.

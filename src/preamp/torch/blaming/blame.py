@@ -23,7 +23,7 @@ from preamp.torch.autocasting.unscaled import watch
 from preamp.torch.autocasting.weight_cache import summed_low
 from preamp.torch.blaming.nonfinite import Search, what_is_in
 from preamp.torch.blaming.recorder import SHARDED, Finished, Recorder, is_sharded, maker_in_words, size_of
-from preamp.torch.blaming.tallies import TINY, Place, norm_of
+from preamp.torch.blaming.tallies import TINY, Place, Tally, norm_of
 from preamp.torch.nested import how_to_write
 from preamp.torch.running_modules import RunningModules
 from preamp.torch.scaling.grad_scaler import GradScaler
@@ -191,6 +191,8 @@ class BlamedStep:
         if search is None and not (are_finite and math.isfinite(loss) and not recorder.repaired):
             return self._run_with(casting, loss_scale, Search(), takes_scale=takes_scale)
         cause, maker = ("", None) if are_finite else self._not_finite_in_float32(exact)
+        if maker is not None:
+            recorder.tallies.setdefault(maker, Tally(0, "float32", "float32", torch.finfo(torch.float32).max))
         recorder.judge(in_low_precision=not cause)
         # Of losses around 0, what the loss changes by where the weights change by their size.
         size = max(

@@ -703,9 +703,9 @@ class Recorder(TorchFunctionMode):
     ) -> _Made:
         """Make a call on the copies of its inputs."""
         tensors = [leaves[at] for at in inputs]
-        copies = [world.of(tensor) for tensor in tensors]
         gradients, is_cut = world is not self.exact, self._is_cut(func)
         with _plain(self.device_type), torch.set_grad_enabled(gradients):
+            copies = [world.of(tensor) for tensor in tensors]
             if gradients and is_cut:
                 copies = [
                     copy if place == written or tensor in self._behind else self._cut(world, tensor, copy)
