@@ -24,7 +24,7 @@ ROW = BlameRow(
     direction="forward",
     source="train.py:41",
     inputs="float32",
-    runs="bfloat16 emulated",
+    runs="bfloat16",
     part="product",
     calls=1,
     local_error=1e-3,
@@ -39,8 +39,8 @@ ROW = BlameRow(
 )
 
 
-def blame(*rows: BlameRow, emulated: bool = True) -> Blame:
-    return Blame(ranked(rows, U, emulated=emulated), "bfloat16", 1.01, 1.0, 1.009, 1.0)
+def blame(*rows: BlameRow) -> Blame:
+    return Blame(ranked(rows, U), "bfloat16", 1.01, 1.0, 1.009, 1.0)
 
 
 rows = st.builds(
@@ -60,11 +60,11 @@ rows = st.builds(
 
 
 @few
-@given(st.lists(rows, max_size=20), st.booleans())
+@given(st.lists(rows, max_size=20))
 def test_rows_are_worst_first_and_overflows_in_the_order_in_which_they_happen(
-    given_rows: list[BlameRow], emulated: bool
+    given_rows: list[BlameRow],
 ) -> None:
-    found = blame(*given_rows, emulated=emulated)
+    found = blame(*given_rows)
     severities = [row.severity for row in found.rows]
     assert severities == sorted(severities, reverse=True)
     assert found.guilty == [row for row in found.rows if row.severity >= 1]
@@ -80,21 +80,11 @@ def test_rows_are_worst_first_and_overflows_in_the_order_in_which_they_happen(
             assert first.direction == "forward"
 
 
-@pytest.mark.parametrize(
-    ("emulated", "part", "factor"),
-    [
-        (True, "product", ALLOWED["product"]),
-        (False, "product", ALLOWED["product"]),
-        (True, "sensitive", 1.0),
-        (False, "sensitive", ALLOWED["sensitive"]),
-        (True, "other", 1.0),  # low precision that the program itself asks for
-        (False, "other", ALLOWED["other"]),
-    ],
-)
-def test_a_row_is_accused_from_a_number_of_roundoffs_on(emulated: bool, part: str, factor: float) -> None:
+@pytest.mark.parametrize(("part", "factor"), ALLOWED.items())
+def test_a_row_is_accused_from_a_number_of_roundoffs_on(part: str, factor: float) -> None:
     row = replace(ROW, part=part)  # type: ignore[arg-type]
-    assert blame(replace(row, effect=1.01 * factor * U), emulated=emulated).guilty
-    assert not blame(replace(row, effect=0.99 * factor * U), emulated=emulated).guilty
+    assert blame(replace(row, effect=1.01 * factor * U)).guilty
+    assert not blame(replace(row, effect=0.99 * factor * U)).guilty
 
 
 def test_a_row_is_accused_for_what_it_does_to_the_loss_and_for_gradients_lost_to_zero() -> None:
@@ -104,6 +94,7 @@ def test_a_row_is_accused_for_what_it_does_to_the_loss_and_for_gradients_lost_to
     assert blame(lost).guilty
     assert "of the gradient became zero" in lost.reason
     assert blame(replace(lost, lost_share=0.0)).guilty  # of the values, if not of the norm
+    assert not blame(replace(lost, lost_share=0.0, part="other")).guilty
     assert not blame(replace(lost, lost=1, lost_share=0.0)).guilty
     assert not blame(replace(lost, direction="forward")).guilty  # ReLU does that
 

@@ -144,10 +144,10 @@ def test_a_step_runs_in_each_precision_from_the_same_seed_in_a_fresh_process(che
     assert "not shown" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     found = rows(done.stdout)
-    assert list(found) == ["float32", "bfloat16", "float16, emulated"]
+    assert list(found) == ["float32", "bfloat16", "float16, rehearsed"]
     for line in found.values():
         assert re.search(r" 2\.\d+ +2\.\d+ +(-|0\.\d\d%) +(\d+\.\d\dx|-)", line), line
-        assert line.split()[-1].endswith("x") == ("emulated" not in line)
+        assert line.split()[-1].endswith("x") == ("rehearsed" not in line)
     calls = [line.split() for line in Path("calls.txt").read_text().splitlines()]
     assert len({pid for pid, *_ in calls}) == 3
     numbers = [tuple(rest) for _, _, *rest in calls]
@@ -162,10 +162,10 @@ def test_regions_of_a_function_of_jax_follow_the_row(check, monkeypatch):
     Path("train_jax.py").write_text(JAX_REGION)
     done = check("--model", "train_jax.py:in_region", "--calls", "1", "--framework", "jax")
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"^ ?(b?float\d\d(?:, emulated)?)  +(\S+)", done.stdout, re.MULTILINE)
+    found = re.findall(r"^ ?(b?float\d\d(?:, rehearsed)?)  +(\S+)", done.stdout, re.MULTILINE)
     kept = float(f"{LOST:.6g}")  # as it is printed
     losses = {name: float(loss) for name, loss in found}
-    assert losses == {"float32": kept, "bfloat16": 0.0, "float16, emulated": kept}
+    assert losses == {"float32": kept, "bfloat16": 0.0, "float16, rehearsed": kept}
     said = "train_jax.py:in_region uses autocast itself: that is off in float32"
     assert said in " ".join(done.stdout.split())
 
@@ -175,7 +175,7 @@ def test_a_precision_that_fails_is_a_row(check):
     assert done.returncode == 0
     assert rows(done.stdout)["bfloat16"].split() == ["bfloat16", "-", "-", "-", "-"]
     assert "bfloat16: TypeError: no autocast here." in done.stdout
-    assert "float16, emulated: its process ended with status 3 before it was done." in done.stdout
+    assert "float16, rehearsed: its process ended with status 3 before it was done." in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_device_that_is_not_there_is_refused(here):
     assert "device='gpu' is not a device type of PyTorch" in done.stderr
 
 
-def test_float16_is_emulated_only_where_it_is_slow(monkeypatch):
+def test_float16_is_rehearsed_only_where_it_is_slow(monkeypatch):
     monkeypatch.setattr(compared, "run_in_process", lambda run, *_: run)
     reference = PrecisionRun("float32", losses=[1.0], seconds=[1.0], device="cpu")
     emulated = {"native": False, "same": False, "slower": True, "emulated": True, "missing": True}
@@ -391,7 +391,7 @@ def test_what_a_run_writes_can_be_read_again():
     run = PrecisionRun("float16", True, [1.0, float("nan")], [0.1, 0.1], "cpu")
     read = PrecisionRun(**json.loads(json.dumps(compared.asdict(run))))
     assert read.losses[0] == 1.0
-    assert read.name == "float16, emulated"
+    assert read.name == "float16, rehearsed"
 
 
 @pytest.mark.parametrize(("package", "arguments"), [("torch", []), ("jax", ["--model", "train.py:loss"])])

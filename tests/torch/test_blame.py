@@ -152,24 +152,14 @@ def states(model: nn.Module) -> list[Tensor]:
     return [each.clone() for each in (*model.state_dict().values(), *gradients, torch.get_rng_state())]
 
 
-STEPS = [
-    (program, dtype, emulate)
-    for program in PROGRAMS
-    for dtype, emulate in ((torch.float16, True), (torch.bfloat16, False))
-]
-
-
-@pytest.mark.parametrize(("program", "dtype", "emulate"), STEPS)
+@pytest.mark.parametrize("program", PROGRAMS)
+@BOTH
 def test_losses_are_those_of_the_steps_and_the_rows_add_up_to_what_they_differ_in(
-    program: Any, dtype: torch.dtype, emulate: bool
+    program: Any, dtype: torch.dtype
 ) -> None:
     model, loss = runs(program)
     before = states(model)
-    found = attempt(lambda: blame(loss, model=model, dtype=dtype, emulate=emulate))
-    if isinstance(found, str):  # PyTorch's own region fails in the same way
-        with autocast("cpu", dtype, emulate=emulate):
-            assert attempt(loss) == found
-        return
+    found = blame(loss, model=model, dtype=dtype)
     for now, then in zip(states(model), before, strict=True):  # random states among them
         assert torch.equal(now, then)
     with torch.no_grad():
@@ -180,7 +170,7 @@ def test_losses_are_those_of_the_steps_and_the_rows_add_up_to_what_they_differ_i
     assert found.float32_loss == pytest.approx(exact, rel=1e-5)
     has_dropout = any(isinstance(each, nn.Dropout) for each in model.modules())
     if not has_dropout:  # masks that are drawn in another dtype differ
-        with autocast("cpu", dtype, emulate=emulate, cache_enabled=False):
+        with autocast("cpu", dtype, emulate=True, cache_enabled=False):
             assert found.loss == pytest.approx(loss().item(), rel=1e-6)
     change = found.loss - found.float32_loss
     floor = 0.02 * torch.finfo(dtype).eps * abs(found.float32_loss)
@@ -197,7 +187,7 @@ def test_effects_are_those_of_a_step_in_which_one_module_alone_is_low(path: str,
     name = str(dtype).removeprefix("torch.")
     table = casting.DEFAULT.module("**", "float32").module(path, name)  # type: ignore[arg-type]
     found = blame(loss, model=model, dtype=dtype, casting=table, loss_scale=1024.0)
-    assert {row.module for row in found.rows} == {path}
+    assert max(found.rows, key=lambda row: row.effect).module == path
     parameters = list(model.parameters())
     exact = torch.autograd.grad(loss(), parameters)
     with autocast("cpu", dtype, casting=table, model=model, emulate=True):
@@ -215,7 +205,7 @@ def scaled(amount: float) -> tuple[nn.Module, Loss]:
     """A perceptron whose second product overflows float16: it is scaled up, and in float32 down again."""
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4, bias=False))
     x, y = torch.randn(64, 16), torch.randn(64, 4)
-    return model, lambda: F.mse_loss(model[2](amount * model[1](model[0](x))).float() / amount, y)
+    return model, lambda: F.mse_loss(model[2](amount * model[1](model[0](x)).float()).float() / amount, y)
 
 
 def test_an_overflow_is_worst_and_what_comes_after_it_can_still_be_judged() -> None:
@@ -343,11 +333,8 @@ def test_what_cancels_behind_detach_is_not_accused(dtype: torch.dtype) -> None:
 def test_the_backward_pass_of_every_product_is_compared(product: Any) -> None:
     """Some return views of what they compute."""
     model, x = nn.Linear(4, 3), torch.ones(2, 24, 4, requires_grad=True)
-    for emulate in (True, False):
-        rows = blame(
-            lambda: 3e4 * product(model, x).sum(), dtype=torch.float16, emulate=emulate, loss_scale=1.0
-        ).rows
-        assert any(row.direction == "backward" and row.overflowed for row in rows), emulate
+    rows = blame(lambda: 3e4 * product(model, x).sum(), dtype=torch.float16, loss_scale=1.0).rows
+    assert any(row.direction == "backward" and row.overflowed for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -383,14 +370,14 @@ def test_hooks_on_gradients_are_left_out_and_what_requires_gradients_is_told() -
     assert blame(loss, model=model).rows
 
 
-def test_it_works_under_no_grad_and_refuses_inference_mode_and_float8_that_is_not_emulated() -> None:
+def test_it_works_under_no_grad_and_refuses_inference_mode_and_float8() -> None:
     model, loss = runs(perceptron)
     with torch.no_grad():
         assert blame(loss, model=model).rows
     with torch.inference_mode(), pytest.raises(UsageError, match="Inference mode"):
         blame(loss, model=model)
     with pytest.raises(CastingError, match="float8"):
-        blame(loss, model=model, dtype=torch.float8_e5m2, emulate=False)
+        blame(loss, model=model, dtype=torch.float8_e5m2)
 
 
 @pytest.mark.parametrize(
@@ -454,21 +441,21 @@ def masked(mask: str, seen: Tensor, huge: float) -> tuple[nn.Module, Loss]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "emulate", "huge"),
+    ("dtype", "huge"),
     [
-        (torch.float16, True, torch.finfo(torch.float32).min),
-        (torch.float16, False, -1e9),
-        (torch.bfloat16, True, -1e9),
+        (torch.float16, torch.finfo(torch.float32).min),
+        (torch.float16, -1e9),
+        (torch.bfloat16, -1e9),
     ],
 )
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_mask_beyond_the_range_loses_what_one_within_it_does(
-    mask: str, dtype: torch.dtype, emulate: bool, huge: float
+    mask: str, dtype: torch.dtype, huge: float
 ) -> None:
     accused = []
     for constant in (-3e4, huge):
         model, loss = masked(mask, torch.ones(8, 8).tril().bool(), constant)
-        found = blame(loss, model=model, dtype=dtype, emulate=emulate)
+        found = blame(loss, model=model, dtype=dtype)
         accused.append([(row.operator, row.direction) for row in found.guilty])
         assert not found.notes
     assert accused[1] == accused[0]
@@ -477,7 +464,7 @@ def test_a_mask_beyond_the_range_loses_what_one_within_it_does(
 def test_a_mask_beyond_the_range_that_leaves_nothing_of_a_row_is_accused() -> None:
     seen = torch.ones(8, 8).tril().bool() & (torch.arange(8) != 3)[:, None]
     model, loss = masked("where", seen, -1e9)
-    found = blame(loss, model=model, dtype=torch.float16, emulate=False)
+    found = blame(loss, model=model, dtype=torch.float16)
     assert (found.rows[0].operator, found.rows[0].overflowed) == ("where", 28 + 4)
 
 
@@ -494,7 +481,7 @@ def test_an_overflow_is_accused_if_the_loss_or_a_gradient_changes_with_it(throug
     loss: Loss = lambda: through((1e9 * model(x)).half()).float().square().mean()  # noqa: E731
     found = blame(loss, model=model, dtype=torch.float16)
     assert bool(found.guilty) is guilty
-    assert all((row.operator, row.reason.split()[-1]) == ("half", "overflowed") for row in found.guilty[:1])
+    assert all((row.operator, row.reason.split()[-1]) == ("mul", "overflowed") for row in found.guilty[:1])
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-3])
@@ -567,7 +554,7 @@ def test_a_table_and_rules_of_modules_are_those_of_the_region() -> None:
     model, loss = runs(transformer)
     rows = blame(loss, model=model, casting=casting.DEFAULT.float32("linear")).rows
     assert rows
-    assert not any(row.operator == "linear" for row in rows)
+    assert not any(row.operator == "linear" and row.direction == "forward" for row in rows)
     rows = blame(loss, model=model, casting=casting.DEFAULT.module("1", "float32")).rows
     assert rows
     assert not any(row.module.startswith("1.") for row in rows)
@@ -580,7 +567,7 @@ def test_rows_name_modules_operators_and_lines() -> None:
     found = blame(loss, model=model)
     assert {row.source.partition(":")[0] for row in found.rows} == {"test_blame.py"}
     assert {"1.qkv", "1.out", "1.up", "1.down", "1", "3"} <= {row.module for row in found.rows}
-    assert {row.operator for row in found.rows} == {"linear", "matmul"}
+    assert {"linear", "matmul", "gelu", "add"} <= {row.operator for row in found.rows}
     unnamed = blame(loss)
     assert "Sequential.1.qkv" in {row.module for row in unnamed.rows}
     assert [row.effect for row in unnamed.rows] == [row.effect for row in found.rows]
@@ -650,7 +637,7 @@ def test_compiled_functions_run_eagerly_and_it_says_so() -> None:
     compiled = torch.compile(model, backend="eager")
     found = blame(lambda: compiled(x).float().square().mean(), model=compiled)  # type: ignore[arg-type]
     assert "What is compiled was run eagerly." in found.notes
-    assert {row.operator for row in found.rows} == {"linear"}
+    assert {row.operator for row in found.rows} == {"linear", "tanh", "sigmoid"}
 
 
 def in_region(step, *arguments, **settings):
@@ -684,7 +671,7 @@ def in_a_stage(step):
     ],
     ids=["region", "decorated", "twice", "report", "table", "step"],
 )
-def test_an_emulating_region_of_the_program_is_compared_as_blames_own(around: Any) -> None:
+def test_a_rehearsal_of_the_program_is_compared_as_blames_own(around: Any) -> None:
     """Its roundings would be accused if they were taken for casts of the program."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
@@ -751,7 +738,6 @@ def test_a_function_that_cannot_be_compared_is_refused_and_nothing_changes(loss:
         ({"loss_scale": -1.0}, Exception, "loss_scale"),
         ({"model": 3}, UsageError, "not a module"),
         ({"dtype": torch.float32}, Exception, "float32"),
-        ({"emulate": "yes"}, CastingError, "emulate"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -776,12 +762,10 @@ def test_modules_that_are_made_inside_and_weights_that_are_set_before_they_are_u
         assert torch.equal(now, then)
 
 
-def test_weights_in_low_precision_are_told_of_and_a_model_of_something_else_is_refused() -> None:
+def test_weights_in_low_precision_are_compared_and_a_model_of_something_else_is_refused() -> None:
     model, x = nn.Linear(4, 4).half(), torch.randn(2, 4).half()
     found = blame(lambda: model(x).float().sum(), model=model, dtype=torch.float16)
-    assert any("Write emulate=False" in note for note in found.notes)
-    real = blame(lambda: model(x).float().sum(), model=model, dtype=torch.float16, emulate=False)
-    assert not any("emulate=False" in note for note in real.notes)
+    assert (found.rows[0].operator, found.rows[0].inputs) == ("linear", "float16")
     with pytest.raises(UsageError, match="no parameter of the model"):
         blame(lambda: model(x).float().sum(), model=nn.Linear(2, 2), dtype=torch.float16)
     with pytest.raises(UsageError, match=r"is not a torch\.dtype"):
@@ -794,7 +778,7 @@ def test_gradients_that_were_there_stay_and_no_warning_of_unscaled_gradients_com
     before = states(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        blame(lambda: 1e-7 * loss(), model=model, dtype=torch.float16, emulate=False)
+        blame(lambda: 1e-7 * loss(), model=model, dtype=torch.float16)
         torch.optim.SGD(model.parameters(), 0.0).step()
     for now, then in zip(states(model), before, strict=True):
         assert torch.equal(now, then)
@@ -855,13 +839,11 @@ TABLE = casting.DEFAULT.float32("softmax")
     ("times", "region", "options", "is_said"),
     [
         (9, None, {}, True),
-        (9, None, {"emulate": False}, True),
         (9, {}, {}, True),
         (1, None, {}, False),
         (9, None, {"casting": TABLE}, False),
         (9, {"casting": TABLE}, {}, False),
         (9, {"cache_enabled": False}, {}, False),
-        (9, None, {"dtype": torch.float8_e5m2}, False),
     ],
 )
 def test_gradients_that_the_cache_adds_up_in_low_precision_are_said(times, region, options, is_said):

@@ -33,7 +33,7 @@ def test_a_fault_of_each_kind_is_named_first_and_a_healthy_step_of_each_model_ac
     kinds: dict[str, list[Any]] = {}
     for case in bench.cases:
         kinds.setdefault(case.kind, []).append(case)
-    assert len(kinds) == 10
+    assert len(kinds) == 11
     for cases in kinds.values():
         outcome = bench.judge(cases[0], 1)
         assert outcome.first, (cases[0].name, outcome.named)

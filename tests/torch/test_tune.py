@@ -37,7 +37,7 @@ class Model(nn.Module):
         x = self.x
         for block in self.blocks:
             x = block(x)
-        x = self.down(self.amount * F.relu(self.up(x))) / self.amount
+        x = self.down(self.amount * F.relu(self.up(x)).float()).float() / self.amount
         return F.cross_entropy(x.float().flatten(0, 1), self.y)
 
 

@@ -102,6 +102,7 @@ Share: TypeAlias = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 # One Literal, because cyclopts lists the choices of one in its error, and the types of a union.
 PrecisionOrAll: TypeAlias = Literal["float32", "float16", "bfloat16", "all"]
 LowPrecision: TypeAlias = Literal["float16", "bfloat16"]
+Simulated: TypeAlias = Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 POLICY = Group("Policy for the loss scale", sort_key=0)
 NAMES = f"{', '.join(map(kebab, RULES))}, or another system's (see preamp dialects)"
@@ -287,7 +288,7 @@ def simulate(
     guard_settings: Annotated[_GuardSettings | None, GUARD_SETTINGS] = None,
     trace: Path | None = None,
     process: Annotated[comparison.SomeName | None, Parameter(show_choices=False)] = None,
-    dtype: LowPrecision | None = None,
+    dtype: Simulated | None = None,
     ranks: Count | None = None,
     overflow_rate: Share | None = None,
     steps: Count | None = None,
