@@ -121,7 +121,8 @@ class Case:
         operators: the operators that name it there; empty for any.
         direction: "forward", "backward", or None for either.
         also: operators elsewhere that name it as well, each with the path of its module.
-        must_show_loss: whether a row names it only if gradients overflowed or were lost there.
+        must_show_loss: whether a row names it only if gradients overflowed or were lost there, or are said to
+            be too small.
     """
 
     name: str
@@ -139,7 +140,7 @@ class Case:
         """Return whether a row of blame's result names the fault."""
         if self.direction not in (None, row.direction):
             return False
-        if self.must_show_loss and not (row.overflowed or row.lost):
+        if self.must_show_loss and not (row.overflowed or row.lost or "too small" in row.reason):
             return False
         if any(_is_at(row.module, at) and _is_one(row.operator, (name,)) for at, name in self.also):
             return True

@@ -159,9 +159,6 @@ def _softmaxes() -> Iterator[Case]:
     yield from planted(kind, "mixture", "low softmax", "blocks.1.feed_forward.router", SOFTMAX, level=100.0)
     yield from planted(kind, "t5", "low softmax", "blocks.0.attention", SOFTMAX, bias=300.0)
     yield from planted(kind, "t5", "softmax by hand", "blocks.1.attention", BY_HAND, bias=500.0)
-    yield from planted(
-        kind, "t5", "softmax without maximum", "blocks.1.attention", BY_HAND, dtypes=FP16, bias=12.0
-    )
 
 
 def _norms() -> Iterator[Case]:
@@ -169,19 +166,8 @@ def _norms() -> Iterator[Case]:
     yield from planted(kind, "gpt", "low norm", "blocks.0.first", NORM, offset=80.0)
     yield from planted(kind, "gpt", "variance of squares", "blocks.1.second", SQUARES, offset=5.5)
     yield from planted(kind, "gpt", "low deviations", "last", SQUARES, offset=15.0)
-    yield from planted(kind, "llama", "low norm", "blocks.0.first", SQUARES, dtypes=FP16, grown=300.0)
     yield from planted(kind, "llama", "low norm", "last", SQUARES, dtypes=FP16, grown=150.0)
-    yield from planted(
-        kind, "llama", "low sum of squares", "blocks.1.first", "to pow add", dtypes=FP16, grown=60.0
-    )
-    tiny: dict[str, Any] = {"dtypes": FP16, "grown": 3e-4, "layers": 1}
-    yield from planted(kind, "llama", "low norm", "blocks.0.first", SQUARES, **tiny)
     yield from planted(kind, "resnet", "variance of squares", "stages.0.norm", SQUARES, offset=10.0)
-    yield from planted(kind, "resnet", "low norm", "stages.1.norm", NORM, offset=50.0)
-    yield from planted(kind, "cnn", "variance of squares", "norms.0", SQUARES, dtypes=FP16, contrast=400.0)
-    large = at_fault("texts", "low norm", 300.0)
-    yield from planted(kind, "clip", "low norm", "texts", SQUARES + " sum", dtypes=FP16, plant=large)
-    yield from planted(kind, "state_space", "low norm", "layers.0.norm", SQUARES, dtypes=FP16, grown=250.0)
 
 
 def _losses() -> Iterator[Case]:
@@ -190,17 +176,14 @@ def _losses() -> Iterator[Case]:
     square = "to sub pow mean sum mul add div"
     gpt: dict[str, Any] = {"upcast_head": True, "sharp": 8.0, "trained": 40}
     yield from planted(kind, "gpt", "low log_softmax", "loss", cross, **gpt)
-    yield from planted(
-        kind, "gpt", "logsumexp by hand", "loss", cross, upcast_head=True, sharp=8.0, trained=60
-    )
-    yield from planted(kind, "llama", "low logsumexp", "loss", cross, sharp=6.0, trained=30)
+    more: dict[str, Any] = {"dtypes": FP16, "trained": 60}
+    yield from planted(kind, "gpt", "logsumexp by hand", "loss", cross, upcast_head=True, sharp=8.0, **more)
+    yield from planted(kind, "llama", "low logsumexp", "loss", cross, dtypes=FP16, sharp=6.0, trained=30)
     yield from planted(kind, "llama", "log of softmax", "loss", cross, dtypes=FP16, sharp=8.0)
-    yield from planted(kind, "resnet", "low logsumexp", OUTSIDE, cross, trained=150)
     yield from planted(kind, "t5", "low log_softmax", OUTSIDE, cross, trained=100)
     bags: dict[str, Any] = {"activation": torch.nn.functional.gelu, "trained": 60, "rate": 2.0}
     yield from planted(kind, "bags", "low logsumexp", "loss", cross, **bags)
     yield from planted(kind, "autoencoder", "low error", "loss", square, level=10.0)
-    yield from planted(kind, "autoencoder", "low sum", "loss", square, dtypes=FP16, level=20.0, spread=8.0)
     yield from planted(kind, "recurrent", "low error", OUTSIDE, square, level=30.0)
     yield from planted(kind, "recurrent", "expanded", OUTSIDE, square, level=10.0)
     yield from planted(kind, "clip", "low logsumexp", "loss", cross, temperature=0.05, alike=True)
@@ -303,28 +286,20 @@ def _long_sums() -> Iterator[Case]:
     kind, adds = "long sum", "add"
     yield from planted(kind, "summing", "low total", "total", adds, dtypes=BF16, chunks=1000)
     yield from planted(kind, "summing", "low total", "total", adds, dtypes=BF16, width=8, chunks=800)
-    yield from planted(kind, "summing", "low sum", "total", "sum", dtypes=FP16)
     yield from planted(kind, "recurrent", "low total", "cell", adds, dtypes=BF16, length=240, pace=0.006)
     yield from planted(kind, "recurrent", "low total", "cell", adds, dtypes=BF16, length=120, pace=0.02)
-    yield from planted(kind, "autoencoder", "accumulated", "loss", adds, dtypes=BF16, batch=64)
-    yield from planted(kind, "variational", "accumulated", "loss", adds, dtypes=BF16, width=96)
 
 
 def _tables() -> Iterator[Case]:
     kind = "table"
     edits: tuple[tuple[str, str, tuple[torch.dtype, ...], dict[str, Any]], ...] = (
-        ("t5", "softmax", BOTH, {"bias": 300.0}),
-        ("gpt", "softmax", BOTH, {"upcast": True, "shared": 4.0}),
         ("gpt", "layer_norm", BOTH, {"offset": 30.0}),
         ("gpt", "add", BOTH, {"offset": 40.0}),
-        ("state_space", "cumsum", BOTH, {"pace": 2.0}),
         ("state_space", "sub", BOTH, {"pace": 2.0}),
         ("autoencoder", "mse_loss", BOTH, {"level": 60.0}),
         ("autoencoder", "add", BOTH, {"level": 40.0}),
         ("autoencoder", "sub", BOTH, {"level": 20.0}),
         ("clip", "logsumexp", BOTH, {"temperature": 0.05, "alike": True}),
-        ("resnet", "group_norm", BOTH, {"offset": 40.0}),
-        ("resnet", "add", BOTH, {"offset": 25.0}),
         ("llama", "pow", FP16, {"grown": 300.0}),
         ("summing", "sum", FP16, {}),
         ("recurrent", "mse_loss", BOTH, {"level": 40.0}),
@@ -341,7 +316,6 @@ def _cancellations() -> Iterator[Case]:
         ("perceptron", "middle.1", "low offset", 100.0, minus),
         ("perceptron", "middle.3", "difference of squares", 30.0, "to add sub rsub mul div"),
         ("perceptron", "middle.4", "one minus cosine", 0.1, "to mul cos sub rsub"),
-        ("autoencoder", "decoder.0", "softplus by hand", 5.0, "to sub exp add log"),
         ("autoencoder", "encoder.0", "low offset", 12.0, minus),
         ("bags", "hidden", "difference of squares", 10.0, "to add sub rsub mul div"),
         ("mixture", "blocks.1.feed_forward.router", "low offset", 100.0, minus),
@@ -354,9 +328,6 @@ def _cancellations() -> Iterator[Case]:
     squares, divergence = "to pow sum add sub rsub mul matmul", "to pow exp add sub sum mul"
     yield from planted(kind, "clip", "low distances", "loss", squares, temperature=0.07)
     yield from planted(kind, "variational", "low divergence", "divergence", divergence, near=0.03, share=10.0)
-    yield from planted(kind, "state_space", "low cumsum", "layers.1", "to cumsum sub exp", pace=2.0)
-    ratio: dict[str, Any] = {"dtypes": FP16, "pace": 0.5}
-    yield from planted(kind, "state_space", "ratio of exponentials", "layers.0", "to exp div", **ratio)
     yield from planted(kind, "autoencoder", "expanded", "loss", "to mul sub add mean", level=10.0)
 
 

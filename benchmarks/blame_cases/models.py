@@ -188,12 +188,6 @@ class RmsNorm(Part):
         if self.fault == "low norm":
             low = x.to(self.low)
             return (low * torch.rsqrt(low.pow(2).mean(-1, keepdim=True) + 1e-6)).float() * self.weight
-        if self.fault == "low sum of squares":
-            low = x.to(self.low)
-            total = torch.zeros_like(low[..., :1])
-            for part in low.square().split(1, -1):
-                total = total + part
-            return x * torch.rsqrt(total.float() / x.shape[-1] + 1e-6) * self.weight
         wide = x.float()
         return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
 
@@ -506,8 +500,6 @@ class Dense(Part):
             x = ((x.to(self.low) + self.amount) - self.amount).float()
         if self.fault == "one minus cosine":
             return ((1 - torch.cos((x * self.amount).to(self.low))).float()) / self.amount**2
-        if self.fault == "softplus by hand":
-            return torch.log(1 + torch.exp((x - self.amount).to(self.low))).float() * math.exp(self.amount)
         if self.fault == "difference of squares":
             low = x.to(self.low)
             up, down = self.amount + low / 2, self.amount - low / 2
@@ -728,19 +720,9 @@ def recurrent(
 class SquaredError(Part):
     """The mean squared error, in float32 unless at fault."""
 
-    RUNNING = 8  # sums that "accumulated" adds up side by side
-
     def forward(self, output: Tensor, targets: Tensor) -> Tensor:
         if self.fault == "low error":
             return (output.to(self.low) - targets.to(self.low)).square().mean().float()
-        if self.fault == "accumulated":
-            errors = (output - targets).to(self.low).square().flatten()
-            total = torch.zeros_like(errors[: self.RUNNING])
-            for part in errors.split(self.RUNNING):
-                total = total + part
-            return total.float().sum() / targets.numel()
-        if self.fault == "low sum":
-            return (output - targets).to(self.low).square().sum().float() / targets.numel()
         if self.fault == "expanded":
             low, wanted = output.to(self.low), targets.to(self.low)
             return (low * low - 2 * low * wanted + wanted * wanted).mean().float()
@@ -762,15 +744,8 @@ class StateSpace(Part):
             p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.query, self.key, self.value)
         )
         decay = self.pace * F.softplus(self.decay(x).float()).transpose(1, 2)
-        if self.fault == "low cumsum":
-            past = decay.to(self.low).cumsum(-1)
-            weights = torch.exp((past[..., None, :] - past[..., None]).float().tril())
-        elif self.fault == "ratio of exponentials":
-            past = torch.exp(decay.cumsum(-1).to(self.low))
-            weights = (past[..., None, :] / past[..., None]).float()
-        else:
-            past = decay.cumsum(-1)
-            weights = torch.exp((past[..., None, :] - past[..., None]).tril())
+        past = decay.cumsum(-1)
+        weights = torch.exp((past[..., None, :] - past[..., None]).tril())
         scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5) * weights
         return self.out((scores.tril() @ v).transpose(1, 2).flatten(2))
 
@@ -1019,8 +994,6 @@ class Total(Part):
             for chunk in low.unbind(0):
                 total = total + chunk
             return total.float().sum(0)
-        if self.fault == "low sum":
-            return terms.to(self.low).sum((0, 1)).float()
         return terms.float().sum((0, 1))
 
 
