@@ -149,8 +149,7 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
         rows.sort(key=lambda row: (row.flops, row.bytes_moved), reverse=True)
         self._keep_uses()
         shared = summed_low(self._most_uses, self._low, "one region") if self._low else ()
-        seen = [*_overflowed(rows), *_without_kernel(rows)]
-        return CastReport(rows, [*seen, *shared, *self._repeated(), *stayed(rows)])
+        return CastReport(rows, [*_noted(rows), *shared, *self._repeated(), *stayed(rows)])
 
     def count(
         self,
@@ -217,15 +216,11 @@ class CastCounter(DispatchMode):  # type: ignore[no-untyped-call]
             call = self._call("to", self._unlisted(), [source])
             call.bytes_cast = _bytes(source)
             self._finish(call, [source], result)
-        elif call.rehearsed and not self._is_of_region(call, source, result):
-            return
+        elif call.rehearsed and (result.dtype is torch.float32 or all(source is not t for t in call.tensors)):
+            return  # not the region's, but one to compute in float32
         else:
             call.bytes_cast += _bytes(source)
         self._record_source(source, result.dtype, call.module)
-
-    def _is_of_region(self, call: _Call, source: Tensor, result: Tensor) -> bool:
-        """Return whether a cast in a rehearsed product is the region's: of an operand, to low precision."""
-        return result.dtype is not torch.float32 and any(source is tensor for tensor in call.tensors)
 
     def _record_source(self, source: Tensor, dtype: torch.dtype, module: str) -> None:
         key, version = (id(source), dtype), _version(source)
@@ -306,17 +301,13 @@ def _at(module: str, source: str) -> None:
     _in_graph.module, _in_graph.source = module, source
 
 
-def _overflowed(rows: Iterable[CastRow]) -> Iterator[str]:
+def _noted(rows: Iterable[CastRow]) -> Iterator[str]:
     for row in rows:
         if row.overflows:
             yield (
                 f"{row.operator} {row.place} overflowed {row.runs} in {row.overflows:,} of "
                 f"{row.calls:,} calls: its inputs were finite, its results were not."
             )
-
-
-def _without_kernel(rows: Iterable[CastRow]) -> Iterator[str]:
-    for row in rows:
         if row.rule == "without kernel" and row.inputs != "float32":
             yield (
                 f"{row.operator} {row.place} ran in float32, and its results were rounded: this device has "

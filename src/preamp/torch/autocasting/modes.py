@@ -247,37 +247,31 @@ def _product(
 ) -> Any:
     """Call a product as a tensor core computes it: in float32, of operands in low precision, stored in it."""
 
-    def operand(x: Any) -> Any:
-        return rounded(x, low, by_casts) if is_eligible(x, device_type) else x
+    def changed(x: Any, change: Callable[..., Tensor]) -> Any:
+        return change(x, low, by_casts) if is_eligible(x, device_type) else x
 
-    def result(x: Any) -> Any:
-        return stored(x, low, by_casts) if is_eligible(x, device_type) else x
-
-    values = _each([*args, *kwargs.values()], operand)
+    values = _each([*args, *kwargs.values()], lambda x: changed(x, rounded))
     found = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-    return _each([found], result)[0]
+    return _each([found], lambda x: changed(x, stored))[0]
 
 
 def _without_kernel(
     device_type: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call in float32 what has no kernel here for low precision, and store its results in that."""
-    lows = operators.WITHOUT_KERNEL[device_type][name_in_graph(func)]
-    found: list[torch.dtype] = []
+    values, lows = [*args, *kwargs.values()], operators.WITHOUT_KERNEL[device_type][name_in_graph(func)]
+    given = {value.dtype for value in values if isinstance(value, Tensor)} & lows
+    if not given:
+        return func(*args, **kwargs)
+    stores = IN_BFLOAT16 if torch.bfloat16 in given else IN_FLOAT16
+    raises = {low: wide for wide, low in stores.items()}
 
-    def operand(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.dtype not in lows:
-            return x
-        found.append(x.dtype)
-        return x.to(torch.complex64 if x.is_complex() else torch.float32)
+    def cast(x: Any, dtypes: dict[torch.dtype, torch.dtype]) -> Any:
+        return x.to(dtypes[x.dtype]) if isinstance(x, Tensor) and x.dtype in dtypes else x
 
-    def result(x: Any) -> Any:
-        return x.to(stores[x.dtype]) if isinstance(x, Tensor) and x.dtype in stores else x
-
-    values = _each([*args, *kwargs.values()], operand)
-    results = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-    stores = IN_BFLOAT16 if torch.bfloat16 in found else IN_FLOAT16
-    return _each([results], result)[0] if found else results
+    values = [cast(value, raises) for value in values]
+    found = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+    return _each([found], lambda x: cast(x, stores))[0]
 
 
 def _has_dtype(values: Iterable[object]) -> bool:

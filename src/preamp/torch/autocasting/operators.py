@@ -117,9 +117,6 @@ PADDING = frozenset(
     + [f"{kind}_pad{dims}d" for kind in ("reflection", "replication") for dims in (1, 2, 3)]
 )
 # Pointwise to PyTorch, but nothing is computed.
-FOURIER = """
-    fft fft2 fftn hfft hfft2 hfftn ifft ifft2 ifftn ihfft ihfft2 ihfftn irfft irfft2 irfftn rfft rfft2 rfftn
-"""
 MOVES = frozenset(["_to_copy", "alias", "clone", "copy", "detach", "to", "type_as"])
 # Neither pointwise to PyTorch, in some of its releases, nor in its tables, but something is computed.
 COMPUTING = """
@@ -140,16 +137,15 @@ SPECIAL = {
     "multigammaln": "mvlgamma",
     "psi": "digamma",
 }
-# Operators that a GPU has kernels for, and this device has none, by the dtypes of their inputs.
-_HALF = frozenset([torch.float16, torch.complex32])
+# Operators that a GPU has kernels for, and a device has none, by the dtypes of their inputs.
+FOURIER = [name for name in casting.CPU.rules if name.startswith("fft_")]
 WITHOUT_KERNEL: dict[str, dict[str, frozenset[torch.dtype]]] = {
-    "cpu": {
-        **dict.fromkeys((f"fft_{name}" for name in FOURIER.split()), _HALF),
-        **dict.fromkeys(("polygamma", "round", "rrelu"), _HALF),
-        **dict.fromkeys(
-            ("avg_pool3d", "multilabel_margin_loss_forward"), frozenset([torch.float16, torch.bfloat16])
-        ),
-    }
+    "cpu": dict.fromkeys(
+        [*FOURIER, "polygamma", "round", "rrelu"], frozenset([torch.float16, torch.complex32])
+    )
+    | dict.fromkeys(
+        ["avg_pool3d", "multilabel_margin_loss_forward"], frozenset([torch.float16, torch.bfloat16])
+    )
 }
 TABLES = {"cpu": casting.CPU, "cuda": casting.CUDA}
 NEAREST = 3

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 TorchAutocast = torch.autocast  # read once: users may replace torch.autocast by ours
 CASTABLE = (torch.float16, torch.bfloat16)
+EDITS = ("casting", "model", "report", "emulate")  # arguments that PyTorch's own has not
 
 # Device types and dtypes for which PyTorch's constructor raises and warns of nothing.
 _working: set[tuple[str, torch.dtype]] = {("cpu", dtype) for dtype in CASTABLE}
@@ -469,7 +470,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
             yield
 
     def __repr__(self) -> str:
-        names = ("dtype", "enabled", "cache_enabled", "casting", "model", "report", "emulate")
+        names = ("dtype", "enabled", "cache_enabled", *EDITS)
         defaults = (None, True, None, None, None, False, False)
         given = zip(names, self._arguments[1:], defaults, strict=True)
         shown = [
@@ -506,33 +507,15 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         return _in_graph(*self._arguments)
 
 
-def _again(
-    device_type: str,
-    dtype: torch.dtype | None,
-    enabled: bool,
-    cache_enabled: bool | None,
-    casting: Casting | None,
-    model: torch.nn.Module | None,
-    report: bool,
-    emulate: bool,
-) -> autocast:
+def _again(*arguments: Any) -> autocast:
     """Make a region for `copy` and `pickle`, which copy the model as an argument."""
-    edits: dict[str, Any] = {"casting": casting, "model": model, "report": report, "emulate": emulate}
-    return autocast(device_type, dtype, enabled, cache_enabled, **edits)
+    return autocast(*arguments[:4], **dict(zip(EDITS, arguments[4:], strict=True)))
 
 
 @contextmanager
-def _in_graph(
-    device_type: str,
-    dtype: torch.dtype | None,
-    enabled: bool,
-    cache_enabled: bool | None,
-    casting: Casting | None,
-    model: torch.nn.Module | None,
-    report: bool,
-    emulate: bool,
-) -> Iterator[None]:
+def _in_graph(*arguments: Any) -> Iterator[None]:
     """Enter a region with edits in code that is traced."""
+    device_type, dtype, enabled, _, casting, model, report, emulate = arguments
     if report:
         _refuse_report()
     if is_dynamo_compiling():
