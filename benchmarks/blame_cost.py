@@ -43,7 +43,7 @@ def main() -> None:
     """Print the table, or with an argument run the row that it names."""
     if len(sys.argv) == 1:
         print(f"{'':24}  seconds  peak of memory above the start, MiB")
-        for name in ("step", "blame", "blame --cast"):
+        for name in ("step", "blame"):
             environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc's
             subprocess.run([sys.executable, __file__, name], check=True, env=environment)
         return
@@ -68,7 +68,7 @@ def main() -> None:
         start = time.perf_counter()
         loss().backward()
     else:
-        preamp.torch.blame(loss, model=model, emulate=sys.argv[1] == "blame")
+        preamp.torch.blame(loss, model=model)
     name = "step" if sys.argv[1] == "step" else f"{sys.argv[1]}, bfloat16"
     print(f"{name:24}  {time.perf_counter() - start:7.1f}  {_peak() - before:,.0f}")
 

@@ -27,7 +27,7 @@ LOW = torch.bfloat16
 CALLS, FEW = 1000, 30
 PYTORCH, ALONE = "torch.autocast", "torch.autocast before the first of ours"
 FLOAT32, BY_HAND = "float32", "casts by hand"
-REHEARSED = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+REHEARSED = (torch.float16, torch.bfloat16)
 
 
 def repeated(region: Region, work: Work, calls: int = CALLS) -> Work:
@@ -233,15 +233,15 @@ class Chain(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two layers of width 128 on 16 sequences of 64."""
+    """Two layers of width 256 on 16 sequences of 64."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(64, 128)
+        self.embed = nn.Embedding(64, 256)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(128, 4, 512, 0.0, batch_first=True, norm_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True, norm_first=True) for _ in range(2)
         )
-        self.head = nn.Linear(128, 64)
+        self.head = nn.Linear(256, 64)
         mask = nn.Transformer.generate_square_subsequent_mask(64)
         self.register_buffer("mask", mask)
         self.register_buffer("batch", torch.randint(0, 64, (16, 64)))
@@ -257,31 +257,42 @@ class Training:
     """A model that is trained in a region."""
 
     def __init__(
-        self, make: Callable[[], nn.Module], region: AbstractContextManager[Any], device: str
+        self,
+        make: Callable[[], nn.Module],
+        region: AbstractContextManager[Any],
+        device: str,
+        compiled: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.model, self.region = make().to(device), region
+        self.call = torch.compile(self.model) if compiled else self.model
         self.optimizer = torch.optim.Adam(self.model.parameters(), fused=True)
 
     def step(self) -> None:
         with self.region:
-            loss = self.model()
+            loss = self.call()
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
 
 
 def of_rehearsals(options: Options, area: Area) -> Iterator[Row]:
-    """Compare emulated training steps with those in float32."""
+    """Compare training steps in rehearsals with those in float32."""
     device = options.device
-    for make in (Chain,) if options.quick else (Chain, Transformer):
+    models = (
+        [(Chain, False)] if options.quick else [(Chain, False), (Transformer, False), (Transformer, True)]
+    )
+    for make, compiled in models:
         regions = {str(dtype): autocast(device, dtype, emulate=True) for dtype in REHEARSED}
-        works = {name: Training(make, region, device).step for name, region in regions.items()}
-        times: Times = options.interleaved({**works, FLOAT32: Training(make, nullcontext(), device).step})
+        works = {name: Training(make, region, device, compiled).step for name, region in regions.items()}
+        works[FLOAT32] = Training(make, nullcontext(), device, compiled).step
+        times: Times = options.interleaved(works)
         for name in regions:
             dtype, model = name.removeprefix("torch."), (make.__doc__ or "").rstrip(".")
-            what = f"a training step with emulate=True, {dtype}: {model}"
-            yield from area.timed(what, times, name, floors=[FLOAT32])
+            step = "a compiled training step" if compiled else "a training step"
+            yield from area.timed(
+                f"{step} with emulate=True, {dtype}: {model}", times, name, floors=[FLOAT32]
+            )
 
 
 def measure(options: Options) -> Iterator[Row]:

@@ -79,13 +79,11 @@ def _round(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round mantissas as integers, half to even, and subnormal numbers to whole steps."""
     low = torch.finfo(dtype)
     dropped = MANTISSA_BITS + round(math.log2(low.eps))
-    bits = x.view(torch.int32)
+    bits, size = x.view(torch.int32), x.abs()
     half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)
     kept = ((bits + half) & -(1 << dropped)).view(torch.float32)
-    normal = torch.where(x.isnan(), x, kept)
-    if dtype is torch.bfloat16:  # which has float32's exponents
-        return normal
-    step, size = low.smallest_normal * low.eps, normal.abs()
-    subnormal = (x * (1.0 / step)).round() * step
-    beyond = normal.sign() * math.inf
-    return torch.where(size < low.smallest_normal, subnormal, torch.where(size > low.max, beyond, normal))
+    if dtype is torch.float16:  # bfloat16 has float32's exponents
+        step = low.smallest_normal * low.eps
+        kept = torch.where(size < low.smallest_normal, (x * (1.0 / step)).round() * step, kept)
+    beyond = low.max * (2 - low.eps / 2) / (2 - low.eps)  # half a step above the largest number
+    return torch.where(size < beyond, kept, x * math.inf)  # NaN stays NaN
