@@ -2,7 +2,7 @@
 
 Run: python benchmarks/tune_cases/run.py [--quick] [--only NAME] [--seed 0] [--json FILE]
 
-Each of eight models is trained in float32, and in emulated float16 and bfloat16 with each table:
+Each of eight models is trained in float32, and in rehearsed float16 and bfloat16 with each table:
 
     CUDA        PyTorch's table for CUDA
     JAX         the nearest table to JAX's
@@ -19,9 +19,6 @@ and the order of the data. A run is within the noise if it ends at most two of t
 in float32 with the same seed. A star marks tables with which it does, which have at least 90 % of the FLOPs
 of the products in low precision, and for which at most 20 steps were rehearsed; other rows say what the first
 of these is that they miss: "loss", "low" or "steps".
-
-Operators between products run in float32 here unless a table lowers them, where a GPU with the tables of CUDA
-or JAX would run many of them in low precision: these two look better here than there.
 """
 
 from __future__ import annotations

@@ -46,9 +46,8 @@ RIGHT = 0.01  # relative error of a gradient in float32
 def _as_in_jax() -> Casting:
     """Return the nearest table to JAX's: its rules "lower" and "float32"; everything else is untouched.
 
-    "widest" is left out: what is emulated is stored in float32, so that the widest is always float32. An
-    operator of PyTorch's that is several primitives in JAX, such as softmax, has the rule of the sum or
-    exponential in it.
+    "widest" is left out: PyTorch promotes operands to it. An operator of PyTorch's that is several primitives in
+    JAX, such as softmax, has the rule of the sum or exponential in it.
     """
     rules = dict(_NOTHING)
     for primitive, rule in casting.JAX.rules.items():
@@ -130,7 +129,9 @@ def low_share(model: nn.Module, loss_fn: Loss, batch: Batch, dtype: torch.dtype,
     with region:
         loss_fn(batch)
     rows = region.report().rows
-    return sum(row.flops for row in rows if "emulated" in row.runs) / sum(row.flops for row in rows)
+    return sum(row.flops for row in rows if row.runs in ("float16", "bfloat16")) / sum(
+        row.flops for row in rows
+    )
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,21 @@ def test_activations_flows_and_gradients_are_those_of_the_pass() -> None:
     assert rows_of(gradients_alone) == {k: v for k, v in expected.items() if k[1] != "activation"}
 
 
+def test_the_loss_scale_is_not_the_flow_of_a_model_that_returns_its_loss() -> None:
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(*X.shape[1:], 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).square().mean()  # type: ignore[no-any-return]
+
+    rows = rows_of(seen(Returning(), X, loss=lambda loss: 2.0**17 * loss))
+    assert ("", "activation") in rows
+    assert ("", "flow") not in rows
+    assert ("layer", "flow") in rows
+
+
 class Twice(nn.Module):
     """Calls a layer twice, and owns a parameter itself."""
 

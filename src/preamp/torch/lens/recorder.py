@@ -158,7 +158,7 @@ class PassRecorder:
             self._autocast = torch.get_autocast_dtype(device)
         if self._activations:
             self._add(name, "activation", tensor)
-        if tensor.requires_grad:
+        if tensor.requires_grad and tensor.dim():  # a model's own loss has the loss scale for a gradient
             tensor.register_hook(partial(self._record_gradient, name, "flow"))  # type: ignore[no-untyped-call]
 
     def _record_gradient(self, name: str, what: Kind, gradient: Tensor) -> None:
