@@ -46,7 +46,7 @@ RIGHT = 0.01  # relative error of a gradient in float32
 def _as_in_jax() -> Casting:
     """Return the nearest table to JAX's: its rules "lower" and "float32"; everything else is untouched.
 
-    "widest" is left out: PyTorch promotes operands to it. An operator of PyTorch's that is several primitives in
+    "widest" is left out: PyTorch promotes operands so. An operator of PyTorch's that is several primitives in
     JAX, such as softmax, has the rule of the sum or exponential in it.
     """
     rules = dict(_NOTHING)

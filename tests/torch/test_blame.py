@@ -22,7 +22,7 @@ from preamp import casting
 from preamp.errors import CastingError, UsageError
 from preamp.torch import GradScaler, autocast, blame, tune
 
-from .regions import RELEASE, attempt
+from .regions import RELEASE
 from .switches import FlopCounter
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
