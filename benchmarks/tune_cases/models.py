@@ -386,7 +386,7 @@ class Gru(nn.Module):
             gates = torch.sigmoid(seen + remembered[:, : 2 * self.units])
             reset, update = gates.chunk(2, -1)
             new = torch.tanh(news + reset * remembered[:, 2 * self.units :])
-            state = torch.lerp(state, new, self.step * update)
+            state = state + self.step * update * (new - state)
         return self.out((state - self.start) / (self.step * x.shape[1]))
 
 
