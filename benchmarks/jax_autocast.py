@@ -130,24 +130,26 @@ def of_programs(options: Options, area: Area) -> Iterator[Row]:
 
 
 def of_rehearsals(options: Options, area: Area) -> Iterator[Row]:
-    """Yield the rows for the time of a rehearsed step."""
-    width = 64 if options.quick else 128
-    params, make_loss = transformer(2, width, 4, 8, 64)
+    """Yield the rows for the time of a training step that is rehearsed, and of one on this device."""
+    width = 64 if options.quick else 256
+    params, make_loss = transformer(2, width, 4, 16, 64)
     plain = make_loss(None)
-    functions = {
-        FLOAT32: plain,
-        **{
-            f"{dtype}, emulate=True": autocast(plain, dtype, emulate=True)
-            for dtype in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-        },
-        "float16": autocast(plain, "float16"),
-        "bfloat16": autocast(plain, "bfloat16"),
-    }
-    programs = {name: jax.jit(jax.value_and_grad(f)) for name, f in functions.items()}
-    works = {name: lambda f=f: jax.block_until_ready(f(params)) for name, f in programs.items()}
+    losses = {FLOAT32: plain}
+    for low in ("float16", "bfloat16"):
+        losses |= {f"{low}, emulate=True": autocast(plain, low, emulate=True), low: autocast(plain, low)}
+
+    def step(loss: Function) -> Function:
+        def stepped(params: Any) -> Any:
+            value, gradients = jax.value_and_grad(loss)(params)
+            return value, jax.tree.map(lambda p, g: p - 0.01 * g, params, gradients)
+
+        return jax.jit(stepped)
+
+    steps = {name: step(loss) for name, loss in losses.items()}
+    works = {name: lambda f=f: jax.block_until_ready(f(params)) for name, f in steps.items()}
     times = options.interleaved(works)
     for name in list(works)[1:]:
-        what = f"value_and_grad, 2 layers of width {width}, {name}"
+        what = f"a training step, 2 layers of width {width}, {name}"
         yield from area.timed(what, times, name, floors=[FLOAT32])
 
 

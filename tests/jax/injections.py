@@ -37,7 +37,8 @@ def measured_effects(
     step = steps.traced(loss_fn, params, args, {}, inside)
     scale = settings.get("loss_scale", 1.0)
     tape = Watched()
-    tape.run(step.program, step.operands(tape, scale))
+    results = tape.run(step.program, step.operands(tape, scale))
+    tape.join_backward(results[0].node)
     owners = owners_of(tape.calls, inside)
     errors: dict[Any, dict[int, Any]] = {}
     for call in tape.calls:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from preamp.arrays import jax as arrays
-from preamp.jax.autocasting.rounding import rounded
 from preamp.jax.autocasting.transform import region
 from preamp.jax.blaming import step as steps
 from preamp.jax.blaming.operations import Operation
@@ -18,6 +17,5 @@ __all__ = [
     "key_of",
     "owners_of",
     "region",
-    "rounded",
     "steps",
 ]

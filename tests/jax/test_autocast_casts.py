@@ -1,6 +1,5 @@
 """What `casts` counts and says, and how it is printed."""
 
-from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -184,19 +183,6 @@ def test_regions_inside_are_told_apart():
     }
 
 
-def test_emulation_names_the_precision_it_rehearses_and_casts_nothing():
-    def net(x, w):
-        return jnp.exp(-jnp.tanh(x @ w)) + x
-
-    for dtype in ("float16", "float8_e4m3fn"):
-        report = casts(net, x, w, dtype=dtype, emulate=True)
-        low = f"{dtype} emulated"
-        runs = {row.operator: row.runs for row in report.rows}
-        assert (runs["dot_general"], runs["tanh"]) == (low, low)
-        assert (runs["exp"], runs["add"]) == ("float32", "float32")
-        assert report.bytes_cast == 0
-
-
 def test_arguments_are_named_as_the_function_names_them():
     def scanned(one, *rest, last):
         def turn(total, _):
@@ -228,10 +214,9 @@ def test_the_text_fits_80_columns_whatever_the_names():
     lines = str(report).splitlines()
     assert lines[0].split() == ["operator", "module", "source", "calls", "dtypes", "cast"]
     assert lines[1].split()[:2] == ["dot_general", "-"]
-    for emulate in (False, True):
-        text = str(casts(deep, jnp.ones((3, 8)), jnp.ones((8, 8)), emulate=emulate))
-        assert max(map(len, text.splitlines())) <= 80
-        assert "_casts.py:" in text
+    text = str(casts(deep, jnp.ones((3, 8)), jnp.ones((8, 8))))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "_casts.py:" in text
 
 
 def test_no_operator_is_said_so():
@@ -245,10 +230,9 @@ def test_every_program_of_the_matrix_is_counted(name):
         real, rehearsed = (counted_anew(program, emulate) for emulate in (False, True))
     low = any(row.runs == "bfloat16" for row in real.rows if row.operator in PRODUCTS)
     assert low == bool(program.products) or program.kept
-    assert listed(real) == listed(rehearsed)
-    for report in (real, rehearsed):
-        assert max(map(len, str(report).splitlines())) <= 80
-        assert all(":" in row.source for row in report.rows)
+    assert str(real) == str(rehearsed)
+    assert max(map(len, str(real).splitlines())) <= 80
+    assert all(":" in row.source for row in real.rows)
 
 
 MODULES = [name for name in PROGRAMS if name.startswith(("equinox", "linen"))]
@@ -264,9 +248,3 @@ def counted_anew(program: Program, emulate: bool = False) -> CastReport:
     """Count a program with new arguments: some can be used once only."""
     new = replace(program)
     return casts(new.under(lambda f: f), *new.arguments, **(new.options or {}), emulate=emulate)
-
-
-def listed(report: CastReport) -> Counter:
-    """Return how often the operators ran that the table runs in one precision always."""
-    rows = [row for row in report.rows if row.rule in ("lower", "float32")]
-    return Counter((row.operator, row.runs.split()[0]) for row in rows for _ in range(row.calls))

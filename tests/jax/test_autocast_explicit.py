@@ -207,16 +207,15 @@ def test_the_report_says_that_the_program_asked() -> None:
     def fn(x: Any) -> Any:
         return jnp.matmul(x, x, precision="highest") @ x
 
-    for emulate in (False, True):
-        report = casts(fn, X, emulate=emulate)
-        rows = {row.rule: row for row in report.rows}
-        assert (rows["explicit"].inputs, rows["explicit"].runs) == ("float32", "float32")
-        assert rows["explicit"].operator == "dot_general"
-        assert rows["lower"].runs.startswith("bfloat16")
-        assert any(
-            text.startswith("dot_general at test_autocast_explicit.py:")
-            and text.endswith("asks for its precision.")
-            for text in report.warnings
-        )
+    report = casts(fn, X)
+    rows = {row.rule: row for row in report.rows}
+    assert (rows["explicit"].inputs, rows["explicit"].runs) == ("float32", "float32")
+    assert rows["explicit"].operator == "dot_general"
+    assert rows["lower"].runs == "bfloat16"
+    assert any(
+        text.startswith("dot_general at test_autocast_explicit.py:")
+        and text.endswith("asks for its precision.")
+        for text in report.warnings
+    )
     (low,) = {row.rule for row in casts(fn, X, casting=DEFAULT.lower("explicit_precision")).rows}
     assert low == "lower"

@@ -770,30 +770,17 @@ def test_tables_with_other_edits_of_modules_are_other_regions() -> None:
     assert name(tables[0]) == name(EDIT.module("head", "float32"))
 
 
-def test_a_module_of_another_precision_is_emulated_too() -> None:
-    region = "float8_e4m3fn"
-
+def test_a_module_of_another_precision_is_rehearsed_too() -> None:
     def model(x: Any, w: Any) -> Any:
         return head(x @ w, w)
 
     table = EDIT.module("head", "float16")
-    fn = autocast(model, region, casting=table, emulate=True)
     x, w = jax.random.normal(KEY, (4, 8)), jax.random.normal(KEY, (8, 8))
-    result = fn(x, w)
-    assert result.dtype == np.float32
-
-    def rounded(x: Any, dtype: str) -> Any:
-        return np.asarray(x).astype(np.dtype(getattr(jnp, dtype))).astype(np.float32)  # JAX 0.6 rounds twice
-
-    inner = rounded(rounded(rounded(x, region) @ rounded(w, region), region), "float16")
-    np.testing.assert_array_equal(result, rounded(inner @ rounded(w, "float16"), "float16"))
-    runs = products(model, X, W, table=table, dtype=region, emulate=True)
-    assert runs == {"-": {f"{region} emulated"}, "head": {"float16 emulated"}}
-    exact = autocast(model, region, casting=EDIT.module("head", "float32"), emulate=True)
-    assert products(model, X, W, table=EDIT.module("head", "float32"), dtype=region, emulate=True)[
-        "head"
-    ] == {"float32"}
-    assert not np.array_equal(exact(x, w), result)
+    real, rehearsed = (autocast(model, casting=table, emulate=emulate)(x, w) for emulate in (False, True))
+    assert rehearsed.dtype == np.float16
+    np.testing.assert_allclose(rehearsed, real, rtol=2e-3, atol=2e-2)
+    runs = products(model, X, W, table=table, emulate=True)
+    assert runs == {"-": {"bfloat16"}, "head": {"float16"}}
 
 
 # Patterns that match nothing

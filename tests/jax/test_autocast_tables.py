@@ -14,7 +14,7 @@ from jax import lax
 
 from preamp.autocasting.tables import DEFAULT, JAX
 from preamp.errors import CastingError
-from preamp.jax import autocast
+from preamp.jax import autocast, blame, casts, tune
 
 from .reading import dtypes
 from .trainings import enable_x64
@@ -109,19 +109,26 @@ def test_what_is_no_table_is_refused(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "emulate", "write"),
+    ("dtype", "write"),
     [
-        ("float32", False, "dtype='float16' or dtype='bfloat16'"),
-        ("float64", True, "dtype='float8_e5m2'"),
-        (np.int32, False, "dtype='float16'"),
-        ("half-ish", False, "dtype='float16'"),
-        (jnp.float8_e5m2, False, r"autocast\(dtype='float8_e5m2', emulate=True\)"),
-        ("float8_e4m3", False, r"autocast\(dtype='float8_e4m3fn', emulate=True\)"),
+        ("float32", "dtype='float16' or dtype='bfloat16'"),
+        (np.int32, "dtype='float16'"),
+        ("half-ish", "dtype='float16'"),
+        (jnp.float8_e5m2, r"dtype='float8_e5m2' needs a scale.*Write dtype='bfloat16'"),
+        ("float8_e4m3fn", r"dtype='float8_e4m3fn' needs a scale.*Write dtype='bfloat16'"),
     ],
 )
-def test_a_dtype_that_cannot_be_the_low_one_is_refused(dtype: Any, emulate: bool, write: str) -> None:
-    with pytest.raises(CastingError, match=write):
-        autocast(product, dtype, emulate=emulate)
+def test_a_dtype_that_cannot_be_the_low_one_is_refused(dtype: Any, write: str) -> None:
+    x = jnp.ones((2, 2))
+    for run in (
+        lambda: autocast(product, dtype),
+        lambda: autocast(product, dtype, emulate=True),
+        lambda: casts(product, x, x, dtype=dtype),
+        lambda: blame(product, x, x, dtype=dtype),
+        lambda: tune(product, x, x, dtype=dtype),
+    ):
+        with pytest.raises(CastingError, match=write):
+            run()
 
 
 @pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16"), jnp.float16])

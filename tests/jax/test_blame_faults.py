@@ -19,18 +19,10 @@ def first(found: Any) -> tuple[str, str]:
     return found.rows[0].operator, found.rows[0].direction
 
 
-@pytest.mark.parametrize(
-    ("low", "emulate"),
-    [
-        ("float16", True),
-        pytest.param("bfloat16", True, marks=pytest.mark.slow),
-        pytest.param("bfloat16", False, marks=pytest.mark.slow),
-        pytest.param("float16", False, marks=pytest.mark.slow),
-    ],
-)
-def test_healthy_models_have_no_guilty_operation(low: str, emulate: bool) -> None:
+@pytest.mark.parametrize("low", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_healthy_models_have_no_guilty_operation(low: str) -> None:
     for loss in (perceptron, attention):
-        found = blame(loss, PARAMS, X, dtype=low, emulate=emulate)
+        found = blame(loss, PARAMS, X, dtype=low)
         assert not found.guilty, found
         assert found.rows
         assert found.loss_scale == (2.0**16 if low == "float16" else 1.0)
@@ -102,7 +94,7 @@ def test_gradients_that_are_flushed_to_zero_without_a_loss_scale() -> None:
     found = blame(loss, PARAMS, X, dtype="float16", loss_scale=1.0)
     assert first(found) == ("dot_general", "backward")
     assert found.rows[0].lost_share > 0.3
-    assert found.rows[0].runs == "float16 emulated"
+    assert found.rows[0].runs == "float16"
     assert not blame(loss, PARAMS, X, dtype="float16").guilty
     assert not blame(loss, PARAMS, X, dtype="bfloat16").guilty
 
@@ -135,6 +127,6 @@ def test_the_loss_scale_is_the_largest_with_which_nothing_overflows() -> None:
 
 
 def test_the_loss_is_what_the_region_computes() -> None:
-    found = blame(perceptron, PARAMS, X, emulate=False)
+    found = blame(perceptron, PARAMS, X)
     assert found.loss == pytest.approx(float(autocast(perceptron)(PARAMS, X)), rel=1e-4)
     assert found.float32_loss == pytest.approx(float(jax.jit(perceptron)(PARAMS, X)), rel=1e-6)

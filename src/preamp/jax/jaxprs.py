@@ -419,6 +419,14 @@ def cast_equation(operand: Atom, result: Atom, dtype: np.dtype[Any], beside: Equ
     return made_equation([operand], result, primitives.convert_element_type_p, params, beside)
 
 
+def keeps_numbers(equation: Equation) -> bool:
+    """Return whether an equation rounds low numbers to their own dtype, as a rehearsal does."""
+    if equation.primitive is not primitives.reduce_precision_p:
+        return False
+    held, asked = jax.numpy.finfo(equation.invars[0].aval.dtype), equation.params
+    return bool(held.nexp <= asked["exponent_bits"] and held.nmant <= asked["mantissa_bits"])
+
+
 def wrapped_like(function: Callable[..., object], original: Any) -> Any:
     """Return a function in the wrapping that a rule of a custom derivative has in a jaxpr, if it has one."""
     if not hasattr(original, "call_wrapped"):

@@ -13,7 +13,6 @@
 | `rules.py` | chooses the precision of an ordinary operator |
 | `structured.py` | enters loops, branches and custom derivatives |
 | `lookahead.py` | finds out how the rest of a program uses a value |
-| `precision.py` | describes which numbers an array holds |
-| `rounding.py` | rounds numbers that stay in float32 |
+| `precision.py` | names the precisions, and the products that ask for one |
 | `counting.py` | counts casts, and what they cost |
 """

@@ -19,9 +19,7 @@ import jax.numpy as jnp
 from preamp.autocasting.report import OUTSIDE, REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.jax.autocasting.flax_objects import attribute_name, pure
-from preamp.jax.autocasting.lookahead import EXACT, INDEPENDENT
 from preamp.jax.autocasting.module_scopes import module_scopes, scoped_method
-from preamp.jax.autocasting.rounding import ROUNDED
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.autocasting.transform import OFF, region, rewritten
 from preamp.jax.jaxprs import (
@@ -36,6 +34,7 @@ from preamp.jax.jaxprs import (
     is_array,
     is_literal,
     is_traced,
+    keeps_numbers,
     module_path,
     numbers_of,
     region_name,
@@ -79,7 +78,7 @@ def casts(
         args: its arguments; a `jax.ShapeDtypeStruct` may take the place of an array.
         dtype: the low precision.
         casting: an edited table.
-        emulate: as in `autocast`.
+        emulate: as in `autocast`. A rehearsal has the same casts.
         kwargs: its keyword arguments; those with the names above need a `functools.partial`.
 
     Returns:
@@ -176,12 +175,10 @@ class _Value(NamedTuple):
     Attributes:
         origin: where it comes from.
         cast: what it went through on that way.
-        rounded: the precision whose numbers it holds, where that is emulated.
     """
 
     origin: _Origin
     cast: _Cast | None = None
-    rounded: str = ""
 
 
 class _Counter:
@@ -208,35 +205,24 @@ class _Counter:
     def _walk(self, jaxpr: Jaxpr, arguments: Sequence[_Value], at: _Place) -> list[_Value]:
         """Count a program that is called with these values; return those of its results."""
         known = dict(zip(jaxpr.invars, arguments, strict=True))
-        rounded = {each.invars[0]: str(each.params["dtype"]) for each in jaxpr.eqns if _is_rounding(each)}
         for equation in alive(jaxpr.eqns, jaxpr.outvars):
             operands = [_value(atom, known, at) for atom in equation.invars]
-            low = next((rounded[atom] for atom in equation.outvars if atom in rounded), "")
-            results = self._visit(equation, operands, low, _place_of(equation, at))
+            results = self._visit(equation, operands, _place_of(equation, at))
             known.update(zip(equation.outvars, results, strict=False))
         return [_value(atom, known, at) for atom in jaxpr.outvars]
 
-    def _visit(self, equation: Equation, operands: list[_Value], low: str, at: _Place) -> Sequence[_Value]:
-        """Count an equation; return what is known of its results, where anything is.
-
-        Args:
-            equation: the equation.
-            operands: what is known of its operands.
-            low: the precision that its results are rounded to at once, if they are.
-            at: where it is.
-        """
+    def _visit(self, equation: Equation, operands: list[_Value], at: _Place) -> Sequence[_Value]:
+        """Count an equation; return what is known of its results, where anything is."""
         programs = _programs(equation)
         if programs:
             return self._enter(equation, programs, operands, at)
         if _is_cast(equation):
             return [self._count_cast(equation, operands[0], at)]
-        if _is_rounding(equation):
-            return [operands[0]._replace(rounded=str(equation.params["dtype"]))]
-        if equation.primitive.name in LAYOUT:
+        if equation.primitive.name in LAYOUT or keeps_numbers(equation):
             return operands[:1]
         if equation.primitive.name == "slice":  # another value each time, of which the cast may be one
             return [operands[0]._replace(origin=_Origin(_what(equation.outvars[0]), at))]
-        return self._count(equation, operands, low, at)
+        return self._count(equation, operands, at)
 
     def _enter(
         self, equation: Equation, programs: list[tuple[Any, list[int]]], operands: list[_Value], at: _Place
@@ -279,7 +265,7 @@ class _Counter:
             origin.is_cast_in_loop |= in_loop
             self._origins[origin] = None
 
-    def _count(self, equation: Equation, operands: list[_Value], low: str, at: _Place) -> list[_Value]:
+    def _count(self, equation: Equation, operands: list[_Value], at: _Place) -> list[_Value]:
         """Add an equation to its row, and what was cast for it; return what is known of its results."""
         given = [
             (atom, value)
@@ -289,10 +275,9 @@ class _Counter:
         if not given:
             return []
         rule = self._rule(equation, at)
-        low = _emulated(equation, rule, {value.rounded for _, value in given}, low)
         inputs = {value.cast.before if value.cast else _dtype(atom) for atom, value in given}
         floats = [*filter(_is_float, equation.outvars), *(atom for atom, _ in given)]
-        runs = f"{low} emulated" if low else _dtype(_first(equation.outvars, floats))
+        runs = _dtype(_first(equation.outvars, floats))
         self._add(
             _Row(equation.primitive.name, at.module, rule, _listed(inputs), runs, at.source),
             calls=at.times,
@@ -300,7 +285,7 @@ class _Counter:
             bytes_moved=at.times * sum(map(_bytes, floats)),
             flops=at.times * flops_of(equation),
         )
-        return [_Value(_Origin(_what(atom), at), None, low) for atom in equation.outvars]
+        return [_Value(_Origin(_what(atom), at)) for atom in equation.outvars]
 
     def _rule(self, equation: Equation, at: _Place) -> str:
         if at.is_off:
@@ -359,21 +344,6 @@ def _inside(equation: Equation, at: _Place) -> tuple[_Place, range]:
     return at, range(0)
 
 
-def _emulated(equation: Equation, rule: str, given: set[str], gives: str) -> str:
-    """Return the precision that an equation emulates; empty if it emulates none.
-
-    Args:
-        equation: the equation.
-        rule: its rule.
-        given: the precisions that its operands are rounded to; empty for one that is not.
-        gives: what its results are rounded to.
-    """
-    if rule in ("lower", "float32", "off", EXPLICIT):
-        return gives if rule == "lower" else ""
-    keeps = equation.primitive.name in EXACT | INDEPENDENT or not any(map(_is_float, equation.outvars))
-    return given.pop() if len(given) == 1 and (keeps or gives) else ""
-
-
 def _lossy(rows: Iterable[CastRow]) -> Iterator[str]:
     for row in rows:
         if row.operator in SUMS and row.runs in LOW:
@@ -386,10 +356,6 @@ def _lossy(rows: Iterable[CastRow]) -> Iterator[str]:
 def _first(results: Sequence[Atom], floats: Sequence[Atom]) -> Any:
     """Return what an equation's precision is read from: a result with one, or else an operand."""
     return next((atom for atom in results if _is_float(atom) or _is_complex(atom)), floats[0])
-
-
-def _is_rounding(equation: Equation) -> bool:
-    return equation.primitive is ROUNDED and not is_literal(equation.invars[0])
 
 
 def _is_cast(equation: Equation) -> bool:

@@ -57,6 +57,7 @@ class _Program:
         self._wide: dict[Atom, Atom] = {}
         self._equations: list[Equation] = []
         self._casts: set[Atom] = set()
+        self._roundings: dict[Atom, Equation] = {}  # of casts, in a rehearsal
         atoms = [atom for equation in old.eqns for atom in equation.invars] + old.outvars
         self._uses = Counter(atom for atom in atoms if not jaxprs.is_literal(atom))
         for atom, is_paired in zip(old.invars, paired, strict=True):
@@ -82,17 +83,23 @@ class _Program:
             self._wide[equation.outvars[0]] = operands[0]
             self._casts.add(equation.outvars[0])
             self._equations.append(equation)
+        elif jaxprs.keeps_numbers(equation) and any(wides) and operands[0] in self._casts:
+            self._wide[equation.outvars[0]] = self._wide[operands[0]]
+            self._casts.add(equation.outvars[0])
+            self._roundings[equation.outvars[0]] = equation
+            self._equations.append(equation)
         elif (
             name in PRODUCTS
-            and "paired" not in equation.params
+            and not equation.params.get("paired")
             and any(wides)
             and precision_of(equation.outvars[0].aval) != FLOAT32
         ):
+            is_plain = "paired" not in equation.params
             paired = tuple(place for place, wide in enumerate(wides) if wide)
             frozen = tuple(place for place in paired if operands[place] not in self._casts)
             self._equations.append(
                 equation.replace(
-                    primitive=product_of(equation.primitive),
+                    primitive=product_of(equation.primitive) if is_plain else equation.primitive,
                     invars=[*operands, *filter(None, wides)],
                     params={**equation.params, "paired": paired, "frozen": frozen},
                 )
@@ -119,16 +126,20 @@ class _Program:
         self._wide.update(zip(equation.outvars, results, strict=True))
         self._equations.append(equation.replace(invars=operands, outvars=results))
         if all(self._is_one_cast(equation.invars[place]) for place in floats) and len(results) == 1:
-            self._cast(equation.outvars[0], equation)
+            self._cast(equation.outvars[0], equation.invars[floats[0]], equation)
         else:
             self._equations.append(equation)
         return True
 
-    def _cast(self, atom: Atom, beside: Equation) -> None:
-        """Cast to a number that is known by what it is cast from."""
+    def _cast(self, atom: Atom, before: Atom, beside: Equation) -> None:
+        """Cast to a number that is known by what it is cast from, as the number before a move was cast."""
         self._casts.add(atom)
-        dtype = atom.aval.dtype
-        self._equations.append(jaxprs.cast_equation(self._wide[atom], atom, dtype, beside))
+        rounding, dtype = self._roundings.get(before), atom.aval.dtype
+        low = jaxprs.variable(atom.aval) if rounding else atom
+        self._equations.append(jaxprs.cast_equation(self._wide[atom], low, dtype, beside))
+        if rounding:
+            self._roundings[atom] = rounding.replace(invars=[low], outvars=[atom])
+            self._equations.append(self._roundings[atom])
 
     def _is_one_cast(self, atom: Atom) -> bool:
         """Return whether a number is the result of a cast, and used once; its derivative is right then."""
@@ -191,7 +202,7 @@ class _Program:
         new, spread = (jaxprs.variable(it.aval.update(shape=shape, weak_type=False)) for it in (atom, wide))
         self._equations.append(jaxprs.made_equation([wide], spread, broadcast_in_dim_p, params, equation))
         self._wide[new] = spread
-        self._cast(new, equation)
+        self._cast(new, atom, equation)
         return new
 
     def _frozen(self, atom: Atom, beside: Equation) -> Atom:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from preamp.jax.autocasting.precision import FLOAT32, Precision, cast_of, precision_of
 from preamp.jax.autocasting.settings import Settings
@@ -75,8 +73,8 @@ class Lookahead:
         self.wants_float32: set[Atom] = set()
         self.products: set[Atom] = set()
         self.biases: dict[Atom, Atom] = {}
-        self.sums: dict[Atom, np.dtype[Any]] = {}
-        self._origins: dict[Atom, np.dtype[Any] | None] = {}  # None: integers and numbers only
+        self.sums: dict[Atom, Precision] = {}
+        self._origins: dict[Atom, Precision | None] = {}  # None: integers and numbers only
         self._spread: set[Atom] = set()
         self._lows: dict[Atom, set[Precision | None]] = {}
         self._reader, self._region = reader, reader.settings
@@ -155,9 +153,9 @@ class Lookahead:
         floats = [atom for atom in equation.invars if not is_literal(atom) and precision_of(atom.aval)]
         casts = name == "convert_element_type" and precision_of(equation.invars[0].aval) != FLOAT32
         arrays = [atom for atom in floats if atom.aval.shape or atom in self._origins]
-        origins = {atom.aval.dtype if casts else self._origins.get(atom, FLOAT32.dtype) for atom in arrays}
+        origins = {atom.aval.dtype if casts else self._origins.get(atom, FLOAT32) for atom in arrays}
         origins.discard(None)
-        if len(origins) > 1 or FLOAT32.dtype in origins:
+        if len(origins) > 1 or FLOAT32 in origins:
             return
         origin = self._origins[results[0]] = next(iter(origins), None)
         summed = [self._origins.get(atom) is None or atom in self.sums for atom in floats]
@@ -184,7 +182,7 @@ class Lookahead:
         settings = self._settings(equation)
         rule = settings.rule(equation)
         if rule in ("lower", "float32"):
-            low = settings.low if rule == "lower" else None
+            low = settings.dtype if rule == "lower" else None
             for atom in equation.invars:
                 self._use(atom, settings, low, float32=rule == "float32")
         elif rule == "widest":
@@ -193,7 +191,7 @@ class Lookahead:
             self._read_others(equation, settings)
 
     def _read_widest(self, equation: Equation, settings: Settings) -> None:
-        name, results, low = equation.primitive.name, equation.outvars, settings.low
+        name, results, low = equation.primitive.name, equation.outvars, settings.dtype
         float32 = (name in ARITHMETIC or name in MOVES) and any(map(self.wants_float32.__contains__, results))
         is_moved = name in MOVES and self.low_of(results[0]) == low
         bias = None if float32 else self.biases.get(results[0])

@@ -1,8 +1,11 @@
-"""Precisions, the values that have one, and the equations that ask for one."""
+"""Precisions, the values that have one, and the equations that ask for one.
+
+A precision is the dtype of an array that autocast may cast.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,33 +13,11 @@ from jax import lax
 
 from preamp.jax.jaxprs import Aval, Equation, is_array, numbers_of
 
+Precision: TypeAlias = np.dtype[Any]
 
-class Precision(NamedTuple):
-    """Which numbers an array can hold.
-
-    Attributes:
-        dtype: the dtype it is stored in.
-        rounded: the dtype its numbers are rounded to, if that is emulated.
-    """
-
-    dtype: np.dtype[Any]
-    rounded: np.dtype[Any] | None = None
-
-    @property
-    def name(self) -> np.dtype[Any]:
-        """The dtype whose numbers these are."""
-        return self.rounded or self.dtype
-
-    def holds(self, number: float) -> bool:
-        """Return whether a number is neither too large for this precision nor too small.
-
-        float8_e4m3fn has no infinity: there inf and -inf would become NaN.
-        """
-        with np.errstate(all="ignore"):
-            stored = float(np.float32(number).astype(self.name))
-        if not np.isfinite(number):
-            return bool(np.isnan(number)) or stored == number
-        return number == 0 or (bool(np.isfinite(stored)) and stored != 0)
+FLOAT32: Precision = np.dtype(np.float32)
+LOWS: tuple[Precision, ...] = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
+_CASTABLE = frozenset((FLOAT32, *LOWS))
 
 
 class Value(NamedTuple):
@@ -44,26 +25,20 @@ class Value(NamedTuple):
 
     Attributes:
         atom: the operand.
-        precision: which numbers it holds; None for what is never cast: integers, float64, keys, tokens.
+        precision: its dtype; None for what is never cast: integers, float64, keys, tokens.
         scalar: the number, if it is a literal in the program.
         weak: whether it is a scalar that does not widen the other operand.
-        was_float32: whether it was cast down, and not computed. Its cotangents are added in float32.
     """
 
     atom: Any
     precision: Precision | None
     scalar: float | None = None
     weak: bool = False
-    was_float32: bool = False
-
-
-FLOAT32 = Precision(np.dtype(np.float32))
-_CAST = {dtype: Precision(dtype) for dtype in map(np.dtype, (np.float32, np.float16, jnp.bfloat16))}
 
 
 def precision_of(aval: Aval) -> Precision | None:
     """Return the precision of an array that autocast may cast, None for anything else."""
-    return _CAST.get(aval.dtype) if is_array(aval) else None
+    return aval.dtype if is_array(aval) and aval.dtype in _CASTABLE else None
 
 
 _PRECISIONS = (lax.Precision, lax.DotAlgorithm, lax.DotAlgorithmPreset)
@@ -86,12 +61,12 @@ def is_explicit(equation: Equation, low: Precision) -> bool:
     if has_explicit_precision(equation):
         return True
     asked = equation.params.get("preferred_element_type")
-    if asked is None or np.dtype(asked) == low.name:
+    if asked is None or np.dtype(asked) == low:
         return False
     if equation.primitive.name != "dot_general":
         return True
     operands = {atom.aval.dtype for atom in numbers_of(equation) if precision_of(atom.aval)}
-    implied = operands if len(operands) == 1 else {FLOAT32.dtype}
+    implied = operands if len(operands) == 1 else {FLOAT32}
     return np.dtype(asked) not in implied
 
 

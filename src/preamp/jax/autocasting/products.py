@@ -18,10 +18,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from preamp.jax import jaxprs
+from preamp.jax.autocasting.precision import FLOAT32
 from preamp.jax.jaxprs import Aval
 
-FLOAT32 = np.dtype(np.float32)
 PRODUCTS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"))
+
+REHEARSED: set[Primitive] = set()
+"""The primitives of products that compute in float32 and round the result."""
 
 USED = Primitive("used")
 """The primitive of one use of a cast: takes the low numbers and the float32 ones, and returns the former."""
@@ -60,18 +63,28 @@ batching.primitive_batchers[USED] = _used_batched
 
 
 @cache
-def product_of(plain: Primitive) -> Primitive:
+def product_of(plain: Primitive, *, in_float32: bool = False) -> Primitive:
     """Return the primitive of a product whose derivatives with respect to float32 numbers are float32.
 
     It has the name and the parameters of the plain one. Its parameter `paired` has the places of the operands
     that were cast: what they were cast from comes after all operands, in the same order. `frozen` has those
     of them that have no derivative of their own. Other operands in float32 are cast to the precision of the
     others, as the tangent of a product is.
+
+    Args:
+        plain: the primitive of the product.
+        in_float32: compute in float32, and round the result to its dtype; backward products as well.
     """
     product = Primitive(plain.name)
 
     def computed(*operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
-        return plain.bind(*_lowered(operands[: len(operands) - len(paired)]), **params)
+        lows = _lowered(operands[: len(operands) - len(paired)])
+        if not in_float32:
+            return plain.bind(*lows, **params)
+        result = evaluated(*map(jax.typeof, lows), paired=(), frozen=(), **params)
+        wide = {"precision": (lax.Precision.HIGHEST,) * 2, "preferred_element_type": FLOAT32}
+        numbers = [_cast(_rounded(it), FLOAT32) if _is_real(it) else it for it in lows]
+        return _rounded(_cast(plain.bind(*numbers, **params | wide), result.dtype))
 
     def on_cpu(*operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
         """XLA moves transposes into such a product where it may: slowly, and not at all in bfloat16."""
@@ -124,7 +137,7 @@ def product_of(plain: Primitive) -> Primitive:
             tangent = change.low if change.wide is None else change.wide
             if type(tangent) is not ad.Zero and _is_real(number.low):
                 terms.append(bind([*pairs[:place], Pair(tangent), *pairs[place + 1 :]], params))
-        if frozen or _is_wide(params):
+        if in_float32 or frozen or _is_wide(params):
             result = bind(pairs, params)
         else:  # the plain product, which policies of `jax.checkpoint` know
             result = computed(*(each.low for each in pairs), paired=(), frozen=(), **params)
@@ -169,8 +182,9 @@ def product_of(plain: Primitive) -> Primitive:
     product.def_impl(computed)
     product.def_abstract_eval(evaluated)
     mlir.register_lowering(product, mlir.lower_fun(computed, multiple_results=False))
-    special = {"cpu": on_cpu}
-    if plain.name == "conv_general_dilated":
+    REHEARSED.update([product] if in_float32 else [])
+    special = {} if in_float32 else {"cpu": on_cpu}
+    if plain.name == "conv_general_dilated" and not in_float32:
         special |= dict.fromkeys(("cuda", "rocm"), convolved_on_gpu)
     for platform, run in special.items():
         mlir.register_lowering(product, mlir.lower_fun(run, multiple_results=False), platform=platform)
@@ -256,6 +270,12 @@ def _cast(operand: Any, dtype: Any) -> Any:
     if isinstance(operand, jax.core.ShapedArray):
         return operand.update(dtype=np.dtype(dtype))
     return lax.convert_element_type(operand, dtype)
+
+
+def _rounded(array: Array) -> Array:
+    """Return an array rounded to its own dtype, which a compiler might keep in float32 otherwise."""
+    low = jnp.finfo(array.dtype)
+    return array if low.bits >= 32 else lax.reduce_precision(array, low.nexp, low.nmant)
 
 
 def _aligned(operands: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:

@@ -2,6 +2,9 @@
 
 Each variable of the old program is mapped to an operand of the new one and its precision there; nothing is
 traced again.
+
+A rehearsal has the same casts and dtypes. Its products compute in float32, as tensor cores do. A compiler may
+keep low numbers in float32 from one operator to the next, so each is followed by a rounding that stays.
 """
 
 from __future__ import annotations
@@ -10,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core.primitives import reduce_precision_p
 
 from preamp.autocasting.tables import Rule
 from preamp.jax import jaxprs
-from preamp.jax.autocasting.lookahead import Lookahead
-from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
-from preamp.jax.autocasting.rounding import ROUNDED
+from preamp.jax.autocasting.lookahead import EXACT, Lookahead
+from preamp.jax.autocasting.precision import FLOAT32, LOWS, Precision, Value, precision_of
+from preamp.jax.autocasting.products import PRODUCTS, product_of
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.jaxprs import AnyJaxpr, Atom, Aval, Equation, Jaxpr
 
@@ -108,7 +113,7 @@ class Program:
     ) -> None:
         self.rewriter, self.path = rewriter, path
         self.settings = rewriter.settings.inside(path)
-        self.low = self.settings.low
+        self.low = self.settings.dtype
         self.ahead = rewriter.lookahead(jaxprs.inner(jaxpr), wanted, path)
         self._jaxpr, self._old, self._fresh = jaxpr, jaxprs.inner(jaxpr), within is not None
         self._equations: list[Equation] = within._equations if within else []
@@ -125,7 +130,7 @@ class Program:
             self._beside = equation
             self.path = rewriter.settings.path_of(equation, path)
             self.settings = rewriter.settings.inside(self.path)
-            self.low = self.settings.low
+            self.low = self.settings.dtype
             rewriter.rewrite(self, equation)
 
     def read(self, atom: Atom) -> Value:
@@ -151,9 +156,8 @@ class Program:
         if value.scalar is not None and value.atom.aval.shape == ():
             return value._replace(atom=_number(value.scalar, value.atom.aval, precision), precision=precision)
         if key not in self._casts:
-            self._casts[key] = self._newly_cast(value, value.precision, precision)
-        is_cast = value.precision == FLOAT32 or value.was_float32
-        return value._replace(atom=self._casts[key], precision=precision, was_float32=is_cast)
+            self._casts[key] = self._newly_cast(value, precision)
+        return value._replace(atom=self._casts[key], precision=precision)
 
     def written(self, value: Value, aval: Aval) -> Value:
         """Return a value in the dtype that the old program has at its place."""
@@ -170,22 +174,25 @@ class Program:
         """Write an equation with these operands, precisions of its results, and parameters."""
         operands = [value.atom for value in values]
         results = [self._result(*pair) for pair in zip(equation.outvars, precisions, strict=True)]
+        is_product = equation.primitive.name in PRODUCTS and "paired" not in equation.params
+        if self.settings.emulate and is_product and precisions[0] in LOWS:
+            params = {**(params or equation.params), "paired": (), "frozen": ()}
+            product = product_of(equation.primitive, in_float32=True)
+            equation = equation.replace(primitive=product, params=params)
         if params is None and operands == equation.invars and results == equation.outvars:
             self._equations.append(equation)
         else:
             params = equation.params if params is None else params
             self._equations.append(equation.replace(invars=operands, outvars=results, params=params))
+        if self.settings.emulate and _is_to_be_rounded(equation):
+            for atom in filter(self._values.__contains__, equation.outvars):
+                value = self._values[atom]
+                self._values[atom] = value._replace(atom=self._rounded(value.atom))
 
     def as_written(self, equation: Equation, params: dict[str, Any] | None = None) -> None:
         """Write an equation in the dtypes that the old program has."""
         values = [self.written(self.read(atom), atom.aval) for atom in equation.invars]
         self.emit(equation, values, [precision_of(atom.aval) for atom in equation.outvars], params)
-
-    def keep_cast(self, equation: Equation, before: Sequence[Value]) -> None:
-        """Remember that the result of a move was cast, if all that was moved was."""
-        result = equation.outvars[0]
-        if result in self._values and all(value.was_float32 for value in before):
-            self._values[result] = self._values[result]._replace(was_float32=True)
 
     def keep_scalar(self, equation: Equation, before: Value) -> None:
         """Remember that the result of a broadcast or move is still a known scalar."""
@@ -194,19 +201,6 @@ class Program:
             value = self._values[result]._replace(scalar=before.scalar, weak=before.weak)
             self._values[result] = value
             self._moved[value.atom] = equation, before
-
-    def round_results(self, equation: Equation) -> None:
-        """Round the results of an equation to the low precision, where that is emulated."""
-        for atom in equation.outvars:
-            value = self._values.get(atom)
-            if value is not None and value.precision == self.low:
-                self._values[atom] = self.rounded_again(value)
-
-    def rounded_again(self, value: Value) -> Value:
-        """Return a value rounded to the precision that it is rounded to, and its cotangent as well."""
-        if value.precision is None or value.was_float32 or jaxprs.is_literal(value.atom):
-            return value
-        return value._replace(atom=self._round(value.atom, value.precision, backward=True))
 
     def splice(self, equation: Equation, jaxpr: AnyJaxpr, values: Sequence[Value]) -> None:
         """Inline a program that an equation holds."""
@@ -241,15 +235,14 @@ class Program:
 
     def _operand(self, atom: Atom, value: Value) -> Value:
         """Return a variable that stands for a value outside of the program."""
-        if value.precision is None or value.precision.dtype == atom.aval.dtype:
+        if value.precision is None or value.precision == atom.aval.dtype:
             return value._replace(atom=atom)
-        return value._replace(atom=jaxprs.variable(_with_dtype(atom.aval, value.precision.dtype)))
+        return value._replace(atom=jaxprs.variable(_with_dtype(atom.aval, value.precision)))
 
     def _result(self, atom: Atom, precision: Precision | None) -> Any:
         """Return the variable of a result, and remember what it is."""
-        dtype = precision.dtype if precision else None
-        same = dtype is None or dtype == atom.aval.dtype
-        aval = atom.aval if dtype is None or same else _with_dtype(atom.aval, dtype)
+        same = precision is None or precision == atom.aval.dtype
+        aval = atom.aval if precision is None or same else _with_dtype(atom.aval, precision)
         if jaxprs.drops(atom):
             return atom if same else jaxprs.dropped(aval)
         new = atom if same and not self._fresh else jaxprs.variable(aval)
@@ -257,36 +250,33 @@ class Program:
         self._values[atom] = Value(new, precision, None, weak)
         return new
 
-    def _newly_cast(self, value: Value, before: Precision, after: Precision) -> Any:
+    def _newly_cast(self, value: Value, precision: Precision) -> Any:
         """Write a cast, or for a scalar that was broadcast, the broadcast of another scalar."""
-        if value.atom not in self._moved:
-            return self._rounded(self._stored(value, after), before, after)
-        equation, operand = self._moved[value.atom]
-        new = jaxprs.variable(_with_dtype(value.atom.aval, after.dtype))
-        self._equations.append(equation.replace(invars=[self.cast(operand, after).atom], outvars=[new]))
-        return new
-
-    def _stored(self, value: Value, precision: Precision) -> Any:
-        """Return a value's variable in the dtype that a precision is stored in."""
-        old = value.atom
-        if old.aval.dtype == precision.dtype:
-            return old
-        new = jaxprs.variable(_with_dtype(old.aval, precision.dtype))
-        self._equations.append(jaxprs.cast_equation(old, new, precision.dtype, self._beside))
+        old, new = value.atom, jaxprs.variable(_with_dtype(value.atom.aval, precision))
+        if old in self._moved:
+            equation, operand = self._moved[old]
+            operand = self.cast(operand, precision)
+            self._equations.append(equation.replace(invars=[operand.atom], outvars=[new]))
+            return new
+        self._equations.append(jaxprs.cast_equation(old, new, precision, self._beside))
         if precision == FLOAT32 and value.precision is not None:
             self._casts[new, value.precision] = old  # nothing was lost on the way up
-        return new
+        return self._rounded(new)
 
-    def _rounded(self, atom: Atom, before: Precision, after: Precision) -> Any:
-        if after.rounded in (None, before.name):
+    def _rounded(self, atom: Atom) -> Any:
+        """In a rehearsal, return a low variable rounded to its dtype: no compiler drops that."""
+        if not self.settings.emulate or precision_of(atom.aval) not in LOWS:
             return atom
-        return self._round(atom, after, backward=False)
-
-    def _round(self, atom: Atom, precision: Precision, *, backward: bool) -> Any:
-        new = jaxprs.variable(atom.aval)
-        params = {"dtype": precision.rounded, "backward": backward}
-        self._equations.append(jaxprs.made_equation([atom], new, ROUNDED, params, self._beside))
+        new, low = jaxprs.variable(atom.aval), jnp.finfo(atom.aval.dtype)
+        params = {"exponent_bits": low.nexp, "mantissa_bits": low.nmant}
+        self._equations.append(jaxprs.made_equation([atom], new, reduce_precision_p, params, self._beside))
         return new
+
+
+def _is_to_be_rounded(equation: Equation) -> bool:
+    """Return whether an equation computes low numbers, and does not round them itself."""
+    rounds = equation.primitive.name in EXACT or "paired" in equation.params
+    return not rounds and not any(jaxprs.subprograms(equation))
 
 
 def _is_real_scalar(aval: Aval) -> bool:
@@ -294,11 +284,11 @@ def _is_real_scalar(aval: Aval) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _with_dtype(aval: Aval, dtype: np.dtype[Any]) -> Any:
+def _with_dtype(aval: Aval, dtype: Precision) -> Any:
     return aval.update(dtype=dtype, weak_type=False)
 
 
 def _number(scalar: float, aval: Aval, precision: Precision) -> Any:
     with np.errstate(over="ignore"):  # inf where it is beyond the range, as in an array
-        number = np.float32(scalar).astype(precision.name).astype(precision.dtype)
-    return jaxprs.literal(number, _with_dtype(aval, precision.dtype))
+        number = np.float32(scalar).astype(precision)
+    return jaxprs.literal(number, _with_dtype(aval, precision))

@@ -11,7 +11,7 @@ import numpy as np
 from preamp.autocasting import tables as casting
 from preamp.autocasting.tables import Rule
 from preamp.errors import CastingError
-from preamp.jax.autocasting.lookahead import ARITHMETIC, EXACT, INDEPENDENT, MOVES
+from preamp.jax.autocasting.lookahead import ARITHMETIC, INDEPENDENT, MOVES
 from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, has_explicit_precision, precision_of
 from preamp.jax.autocasting.rewriting import Program
 from preamp.jax.jaxprs import Atom, Equation, literal, source_line
@@ -20,18 +20,10 @@ Handler: TypeAlias = Callable[[Program, Equation], None]
 
 
 def lower(program: Program, equation: Equation) -> None:
-    """Run in the low precision.
-
-    Emulated, operands that were computed in it are rounded once more: nothing changes forward, and each
-    cotangent is rounded before it is summed with those of other uses, as when products are stored low. The
-    cotangents of what was cast are float32.
-    """
-    values = program.operands(equation)
-    if program.low.rounded:
-        values = [program.rounded_again(program.cast(value, program.low)) for value in values]
+    """Run in the low precision."""
     if has_explicit_precision(equation):  # an algorithm for float32 cannot multiply anything else
         equation = equation.replace(params={**equation.params, "precision": None})
-    _run(program, equation, values, program.low)
+    _run(program, equation, program.operands(equation), program.low)
 
 
 def float32(program: Program, equation: Equation) -> None:
@@ -49,16 +41,14 @@ def widest(program: Program, equation: Equation) -> None:
         program.emit(equation, values, [value.precision for value in values])
     else:
         _run(program, equation, values, _widest_with_lookahead(program, equation, floats))
-        if equation.primitive.name in MOVES:
-            program.keep_cast(equation, floats)
-            if len(values) == 1:
-                program.keep_scalar(equation, values[0])
+        if equation.primitive.name in MOVES and len(values) == 1:
+            program.keep_scalar(equation, values[0])
 
 
 def as_given(program: Program, equation: Equation) -> None:
     """Run in the precision of the operands; where they differ, in float32."""
     values = program.operands(equation)
-    _run(program, equation, values, _widest([value for value in values if value.precision], program.low))
+    _run(program, equation, values, _widest([value for value in values if value.precision]))
 
 
 def refuse(program: Program, equation: Equation) -> None:
@@ -83,7 +73,7 @@ def convert(program: Program, equation: Equation) -> None:
     elif value.precision is None:
         _from_integers(program, equation, value, target)
     else:
-        same = precision_of(atom.aval) == target or program.ahead.sums.get(atom) == target.dtype
+        same = precision_of(atom.aval) == target or program.ahead.sums.get(atom) == target
         program.set(result, value if same else program.cast(value, target)._replace(weak=False))
 
 
@@ -112,32 +102,35 @@ def _run(program: Program, equation: Equation, values: Sequence[Value], precisio
     results = [precision if precision_of(atom.aval) else None for atom in equation.outvars]
     params = None
     asked = equation.params.get("preferred_element_type")
-    if asked is not None and np.dtype(asked) != precision.dtype and results[0]:
-        params = {**equation.params, "preferred_element_type": precision.dtype}
+    if asked is not None and np.dtype(asked) != precision and results[0]:
+        params = {**equation.params, "preferred_element_type": precision}
     program.emit(equation, operands, results, params)
-    if program.low.rounded and precision == program.low and equation.primitive.name not in EXACT:
-        program.round_results(equation)
 
 
-def _widest(values: Sequence[Value], low: Precision) -> Precision:
+def _holds(precision: Precision, number: float) -> bool:
+    """Return whether a number is neither too large for a precision nor too small."""
+    with np.errstate(all="ignore"):
+        stored = float(np.float32(number).astype(precision))
+    return not np.isfinite(number) or number == 0 or (bool(np.isfinite(stored)) and stored != 0)
+
+
+def _widest(values: Sequence[Value]) -> Precision:
     """Return the widest precision among values. Literals count only if there is nothing else."""
     strong = {value.precision for value in values if value.scalar is None and not value.weak}
     every = strong or {value.precision for value in values}
-    if len(every) == 1:
-        return next(iter(every)) or FLOAT32
-    return low if {precision.name for precision in every if precision} == {low.name} else FLOAT32
+    return (next(iter(every)) if len(every) == 1 else None) or FLOAT32
 
 
 def _widest_with_lookahead(program: Program, equation: Equation, floats: Sequence[Value]) -> Precision:
     """Return the widest precision among values, narrowed for later casts and widened for later sums."""
     ahead, low, name, results = program.ahead, program.low, equation.primitive.name, equation.outvars
-    precision = _widest(floats, low)
+    precision = _widest(floats)
     wants_float32 = name in ARITHMETIC and not ahead.wants_float32.isdisjoint(results)
     if precision == FLOAT32:
         return low if not wants_float32 and _is_to_be_low(program, equation, floats) else FLOAT32
     if wants_float32:
         return FLOAT32
-    held = all(precision.holds(value.scalar) for value in floats if value.scalar is not None)
+    held = all(_holds(precision, value.scalar) for value in floats if value.scalar is not None)
     return precision if held else FLOAT32
 
 
@@ -159,12 +152,10 @@ def _from_integers(program: Program, equation: Equation, value: Value, precision
     """Cast integers straight to the low precision where nothing wants float32."""
     result = equation.outvars[0]
     if value.scalar is not None and result.aval.shape == ():
-        number = literal(np.asarray(value.scalar, precision.dtype), result.aval)
+        number = literal(np.asarray(value.scalar, precision), result.aval)
         program.set(result, Value(number, precision, value.scalar))
         return
     if precision == FLOAT32 and program.ahead.low_of(result) == program.low:
         precision = program.low
-    params = {**equation.params, "new_dtype": precision.dtype, "weak_type": False}
+    params = {**equation.params, "new_dtype": precision, "weak_type": False}
     program.emit(equation, [value], [precision], params)
-    if precision.rounded:
-        program.round_results(equation)

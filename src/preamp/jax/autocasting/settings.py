@@ -12,10 +12,8 @@ import numpy as np
 from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting, Rule, Scope
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.names import rules_in, scope_of
-from preamp.jax.autocasting.precision import FLOAT32, Precision, is_explicit, precision_of
+from preamp.jax.autocasting.precision import FLOAT32, LOWS, is_explicit, precision_of
 from preamp.jax.jaxprs import AnyJaxpr, Equation
-
-LOW = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Settings:
     Attributes:
         dtype: the low precision.
         rules: primitive to rule.
-        emulate: round to `dtype` in float32 instead of casting.
+        emulate: rehearse: compute products in float32, and let no compiler drop a rounding.
         name: identifies the region; regions with the same settings share it.
         flat: inline nested `jit`s.
         table: the region's edits. Those of modules are not in `rules`.
@@ -39,11 +37,6 @@ class Settings:
     table: Casting = DEFAULT
     _in_modules: dict[str, Settings] = field(init=False, default_factory=dict, compare=False, repr=False)
     _in_scopes: dict[Scope, Settings] = field(init=False, default_factory=dict, compare=False, repr=False)
-
-    @property
-    def low(self) -> Precision:
-        """The precision that the rule 'lower' stands for."""
-        return Precision(np.dtype(np.float32), self.dtype) if self.emulate else Precision(self.dtype)
 
     @cached_property
     def has_modules(self) -> bool:
@@ -71,7 +64,7 @@ class Settings:
     def _inside(self, scope: Scope) -> Settings:
         if scope not in self._in_scopes:
             rules = rules_in(scope)
-            dtype = np.dtype(scope.rule) if scope.rule in LOW else self.dtype
+            dtype = next((each for each in LOWS if each.name == scope.rule), self.dtype)
             same = rules == self.rules and dtype == self.dtype
             self._in_scopes[scope] = self if same else replace(self, rules=rules, dtype=dtype)
         return self._in_scopes[scope]
@@ -91,7 +84,7 @@ class Settings:
     def name_in_table(self, equation: Equation) -> str:
         """Return the name whose rule an equation runs by: its primitive's, unless it asks for a precision."""
         name: str = equation.primitive.name
-        asks = self.rules.get(name) == "lower" and is_explicit(equation, self.low)
+        asks = self.rules.get(name) == "lower" and is_explicit(equation, self.dtype)
         return EXPLICIT_PRECISION if asks else name
 
     def rule(self, equation: Equation) -> Rule | None:

@@ -22,16 +22,15 @@ from preamp.jax.autocasting.flax_objects import Pure, pure
 from preamp.jax.autocasting.gradients import with_float32_gradients
 from preamp.jax.autocasting.module_scopes import Calls, module_scopes, scoped_method
 from preamp.jax.autocasting.names import check_names, missed, rules_of, unmatched
-from preamp.jax.autocasting.precision import Value, precision_of
+from preamp.jax.autocasting.precision import LOWS, Precision, Value, precision_of
 from preamp.jax.autocasting.rewriting import Rewriter
-from preamp.jax.autocasting.settings import LOW, Settings
+from preamp.jax.autocasting.settings import Settings
 from preamp.jax.autocasting.structured import handlers_of
 from preamp.jax.jaxprs import ClosedJaxpr
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-EMULATED = (*LOW, "float8_e4m3fn", "float8_e5m2")
-ALIASES = {"float8_e4m3": "float8_e4m3fn", "half": "float16"}
+ALIASES = {"half": "float16"}
 OFF = jaxprs.REGION + "off"
 DEFAULT_PRECISIONS = ("default", "bfloat16")  # two names of one setting
 _PATTERNS: ContextVar[frozenset[str]] = ContextVar("patterns of the regions that are being traced")
@@ -80,10 +79,12 @@ def autocast(
     Args:
         fn: any function that `jax.jit` could take. Arrays in its arguments are traced; everything else,
             Python numbers included, is passed on as it is.
-        dtype: the low precision, float16 or bfloat16; with `emulate`, float8_e4m3fn or float8_e5m2 as well.
+        dtype: the low precision, float16 or bfloat16.
         casting: an edited table of primitives, such as `casting.DEFAULT.float32("dot_general")`.
         enabled: False runs `fn` as it was written, even inside another region.
-        emulate: round to `dtype`, but compute and store everything in float32.
+        emulate: rehearse the region: the same casts, dtypes and overflows, on a device that is slow in
+            `dtype` or compiles its roundings away. Products compute in float32, forward and backward, and
+            store their results in `dtype`, as tensor cores do.
 
     Returns:
         The function; without `fn`, a decorator.
@@ -199,7 +200,7 @@ def region(dtype: object, table: Casting | None, emulate: bool) -> Settings:
     if not isinstance(table, Casting | None):
         raise CastingError(f"casting={table!r} is not a table. Write casting=casting.DEFAULT.lower('exp').")
     table = DEFAULT if table is None else table
-    low, rules = _low(dtype, emulate), rules_of(table)
+    low, rules = _low(dtype), rules_of(table)
     # The order of edits counts where there are modules, otherwise only the rules do.
     edited = repr(table.edits if table.modules else sorted(rules.items()))
     edits = f"_{zlib.crc32(edited.encode()):08x}" if table.edits else ""
@@ -253,17 +254,18 @@ def _traced(program: Pure, settings: Settings) -> tuple[jaxprs.TracedCall, int]:
         _PATTERNS.reset(token)
 
 
-def _low(dtype: object, emulate: bool) -> np.dtype[Any]:
+def _low(dtype: object) -> Precision:
     """Return a region's low precision."""
     name = _name(dtype)
-    if name in (EMULATED if emulate else LOW):
-        low: np.dtype[Any] = np.dtype(getattr(jnp, name))
-        return low
-    if name in EMULATED:
+    for low in LOWS:
+        if low.name == name:
+            return low
+    if name.startswith("float8"):
         raise CastingError(
-            f"{name} has no products on most devices. Write autocast(dtype={name!r}, emulate=True)."
+            f"dtype={name!r} needs a scale for each array, and autocast has none: most numbers would be 0 or "
+            "overflow. Write dtype='bfloat16'."
         )
-    allowed = " or ".join(f"dtype={each!r}" for each in (EMULATED if emulate else LOW))
+    allowed = " or ".join(f"dtype={each.name!r}" for each in LOWS)
     raise CastingError(f"{dtype!r} is not a low precision that autocast knows. Write {allowed}.")
 
 

@@ -14,10 +14,10 @@ from jax import lax
 
 from preamp.arrays.jax import is_inexact, widen
 from preamp.jax import jaxprs
-from preamp.jax.autocasting.rounding import ROUNDED
+from preamp.jax.autocasting.products import REHEARSED
 from preamp.jax.jaxprs import AnyJaxpr, Atom, ClosedJaxpr, Equation
 
-_CASTS = ("convert_element_type", "reduce_precision", ROUNDED.name)
+_CASTS = ("convert_element_type", "reduce_precision")
 _KEPT = 4096  # compiled functions
 
 
@@ -34,6 +34,7 @@ class Operation:
         low: the low precision of its results; None if they have none.
         is_cast: whether it only changes the precision of its operand.
         signature: what it has in common with operations that compute the same.
+        is_rehearsed: whether it computes in float32, and rounds that to the dtype of its result.
         differs: whether float32 may give other results.
         floats: the places of its results that are floating or complex.
     """
@@ -46,20 +47,24 @@ class Operation:
         self.floats = [place for place, atom in enumerate(results) if is_float(atom)]
         self.is_cast = self.name in _CASTS and all(map(_is_real, (equation.invars[0], results[0])))
         lows = [atom.aval.dtype for atom in results if _is_low(atom)]
-        self.low: np.dtype[Any] | None = equation.params["dtype"] if self.rounds else next(iter(lows), None)
+        self.low: np.dtype[Any] | None = next(iter(lows), None)
+        self.is_rehearsed = equation.primitive in REHEARSED
         held = any(True for _ in jaxprs.subprograms(equation))
         self.differs = self.is_cast or held or any(map(_is_low, (*equation.invars, *results)))
         self.signature = _signature(equation)
-
-    @property
-    def rounds(self) -> bool:
-        """Whether it rounds to a low precision in float32."""
-        return self.name == ROUNDED.name
 
     def __call__(self, *values: Any) -> list[Any]:
         """Return its results as the program has them."""
         results: list[Any] = _compiled(self.signature)(*values)
         return results
+
+    def compared(self, *values: Any) -> tuple[list[Any], list[Any] | None]:
+        """Return its results, and those in float32 if they are rounded to the former, and None otherwise."""
+        if not self.is_rehearsed:
+            return self(*values), None
+        exact = self.in_float32(*values)
+        pairs = zip(exact, self.equation.outvars, strict=True)
+        return [value.astype(atom.aval.dtype) for value, atom in pairs], exact
 
     def in_float32(self, *values: Any) -> list[Any]:
         """Return its results in float32; what is neither low nor float32 stays as it is."""
@@ -166,11 +171,21 @@ def _variables(atoms: Iterable[Atom]) -> list[Atom]:
 
 
 def in_float32(equation: Equation) -> Callable[..., list[Any]]:
-    """Return a function that computes in float32 what an equation computes."""
+    """Return a function that computes in float32 what an equation computes.
+
+    Its derivative is that of the numbers. The backward pass, where a product is differentiated as what its
+    operands were cast from, and `stop_gradient` stops it, has equations of its own in the step.
+    """
     if equation.primitive.name in _CASTS and all(map(_is_real, (equation.invars[0], equation.outvars[0]))):
         dtype = wide(equation.outvars[0].aval.dtype)
         return lambda operand: [operand.astype(dtype)]
-    return jaxprs.alone(_equation_in_float32(equation, {}))
+    if equation.primitive.name == "stop_gradient":
+        return lambda operand: [operand]
+    numbers, params = jaxprs.numbers_of(equation), equation.params
+    if len(numbers) < len(equation.invars):
+        equation = equation.replace(invars=numbers, params=params | {"paired": (), "frozen": ()})
+    run = jaxprs.alone(_equation_in_float32(equation, {}))
+    return lambda *operands: run(*operands[: len(numbers)])
 
 
 def _equation_in_float32(equation: Equation, known: dict[Atom, Atom]) -> Equation:
@@ -205,7 +220,7 @@ def _program_in_float32(program: AnyJaxpr) -> AnyJaxpr:
         raise NotImplementedError("a program with constants in a low precision")
     old, known, equations = jaxprs.inner(program), dict[Atom, Atom](), list[Equation]()
     for equation in old.eqns:
-        if equation.primitive is ROUNDED:
+        if jaxprs.keeps_numbers(equation):
             known[equation.outvars[0]] = _atom_in_float32(equation.invars[0], known)
         else:
             equations.append(_equation_in_float32(equation, known))

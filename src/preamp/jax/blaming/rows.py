@@ -1,7 +1,7 @@
 """The rows of a report: what each call lost, charged to an operator at a line of a module.
 
-Autocast writes casts and roundings into a program that its user has not written, so they are charged to the
-operator that they belong to.
+Autocast writes casts into a program that its user has not written, so they are charged to the operator that
+they belong to.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.tables import JAX, Rule
 from preamp.blaming.blame import BlameRow, Direction, Part
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.counting import LAYOUT, flops_of
-from preamp.jax.autocasting.lookahead import EXACT, MOVES
+from preamp.jax.autocasting.lookahead import MOVES
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.blaming.effects import Effect
 from preamp.jax.blaming.losses import Lost
 from preamp.jax.blaming.operations import Operation, is_low
-from preamp.jax.blaming.tape import Call, Node, Tape, made_by
+from preamp.jax.blaming.tape import Call, Tape, made_by
 
 _PARTS: Mapping[Rule | None, Part] = {"lower": "product", "float32": "sensitive"}
-CAST = "convert_element_type"
 
 
 class Key(NamedTuple):
@@ -46,12 +46,12 @@ class _Sums:
     Attributes:
         first: a call of the operator that the row is about.
         calls: of that operator.
-        emulated: the low precision that its results are rounded to; empty if they are not.
+        low: the low precision that its results, or what was cast for it, are rounded to; None if none is.
     """
 
     first: Call
     calls: set[Call] = field(default_factory=set)
-    emulated: str = ""
+    low: np.dtype[Any] | None = None
     local_error: float = 0.0
     square: float = 0.0
     loss_effect: float = 0.0
@@ -95,11 +95,10 @@ def rows_of(
     for call in tape.calls:  # in this order, so that a row begins with what ran first
         if not call.losses:
             continue
-        owner, operation = owners.get(call, call), _operation(call)
+        owner = owners.get(call, call)
         sums = found.setdefault(key_of(owner), _Sums(owner))
         sums.calls.add(owner)
-        if operation.rounds and owner in (call, made_by(call.operands[0])):
-            sums.emulated = str(operation.low)
+        sums.low = sums.low or _operation(call).low
         losses, changes = measured[call]
         sums.add(call, losses, changes, loss)
     lossy = ((key, sums) for key, sums in found.items() if sums.local_error or sums.overflowed)
@@ -113,15 +112,10 @@ def errors_of(row: BlameRow, calls: Iterable[Call], owners: Mapping[Call, Call])
     return {call.index: [each.delta for each in call.losses] for call in own}
 
 
-def low_flops(calls: Iterable[Call], owners: Mapping[Call, Call]) -> int:
+def low_flops(calls: Iterable[Call]) -> int:
     """Return the floating-point operations of the forward pass's products in low precision."""
-    rounded = {owner for cast, owner in owners.items() if owner is made_by(cast.operands[0])}
-    lows = (
-        call.operation
-        for call in calls
-        if isinstance(call.operation, Operation) and not call.is_backward
-        if call.operation.low is not None or call in rounded
-    )
+    forward = (call.operation for call in calls if not call.is_backward)
+    lows = (each for each in forward if isinstance(each, Operation) and each.low is not None)
     return sum(flops_of(operation.equation) for operation in lows)
 
 
@@ -129,7 +123,7 @@ def _row(key: Key, sums: _Sums, count: int) -> BlameRow:
     call, operation = sums.first, _operation(sums.first)
     results = [atom.aval.dtype for atom in operation.equation.outvars]
     stored = next((dtype for dtype in results if jnp.issubdtype(dtype, jnp.inexact)), results[0])
-    runs = f"{sums.emulated} emulated" if sums.emulated else str(stored)
+    runs = sums.low or stored
     return BlameRow(
         index=call.index if key.direction == "forward" else count - call.index,
         module=key.module,
@@ -137,7 +131,7 @@ def _row(key: Key, sums: _Sums, count: int) -> BlameRow:
         direction=key.direction,
         source=key.source,
         inputs=", ".join(_inputs(call)),
-        runs=runs,
+        runs=str(runs),
         part=_PARTS.get(JAX.rules.get(operation.name), "other"),
         calls=len(sums.calls),
         local_error=sums.local_error,
@@ -149,7 +143,7 @@ def _row(key: Key, sums: _Sums, count: int) -> BlameRow:
         overflowed=sums.overflowed,
         breaks=sums.breaks,
         amax=sums.amax,
-        limit=float(jnp.finfo(sums.emulated or stored).max),
+        limit=float(jnp.finfo(runs).max),
         flops=sum(flops_of(_operation(each).equation) for each in sums.calls),
     )
 
@@ -162,9 +156,8 @@ def _operation(call: Call) -> Operation:
 def key_of(call: Call) -> Key:
     """Return the row that a call belongs to."""
     operation = _operation(call)
-    name = CAST if operation.rounds else operation.name
     direction: Direction = "backward" if call.is_backward else "forward"
-    return Key(operation.module or OUTSIDE, name, operation.source, direction)
+    return Key(operation.module or OUTSIDE, operation.name, operation.source, direction)
 
 
 def _inputs(call: Call) -> list[str]:
@@ -183,7 +176,7 @@ def _inputs(call: Call) -> list[str]:
 def owners_of(calls: Iterable[Call], settings: Settings) -> dict[Call, Call]:
     """Return for each cast the call that it is charged to; casts that a user wrote stand for themselves.
 
-    - A rounding of a result that was computed from low numbers belongs to what computed it.
+    - A cast of a result that was computed from low numbers belongs to what computed it.
     - Other casts belong to the product that uses them first. If what uses them is at the same line instead,
       they belong to what computed their operand there, as in `jnp.sum(x) + 1`, or else to what uses them.
     - A cast that nothing uses belongs to what computed its operand.
@@ -192,29 +185,18 @@ def owners_of(calls: Iterable[Call], settings: Settings) -> dict[Call, Call]:
         calls: what ran, in order.
         settings: of the region, whose table tells products from what runs in float32.
     """
-    held: dict[Node, str] = {}
-    owners: dict[Call, Call] = {}
-    for call in calls:
-        operation = call.operation
-        given = {held.get(each, "") for each in call.operands if each.maker is not None}
-        only = given.pop() if len(given) == 1 else ""
-        if isinstance(operation, Operation) and operation.is_cast:
-            if operation.low is not None:
-                held.update((each, str(operation.low)) for each in call.results)
-                owners[call] = _owner(call, held, settings)
-            continue
-        if operation.name in EXACT or not isinstance(operation, Operation):
-            held.update((each, only) for each in call.results)
-        elif operation.low is not None:
-            held.update((each, str(operation.low)) for each in call.results)
-    return owners
+    return {
+        call: _owner(call, settings)
+        for call in calls
+        if isinstance(call.operation, Operation) and call.operation.is_cast and call.operation.low is not None
+    }
 
 
-def _owner(cast: Call, held: Mapping[Node, str], settings: Settings) -> Call:
-    operation, maker = _operation(cast), made_by(cast.operands[0])
+def _owner(cast: Call, settings: Settings) -> Call:
+    maker = made_by(cast.operands[0])
     if maker is not None and not _computes(maker):
         maker = None
-    if maker is not None and _is_low(maker, held, str(operation.low), settings):
+    if maker is not None and _is_low(maker, settings):
         return maker
     user = next(_users(cast), None)
     if user is None:
@@ -236,20 +218,12 @@ def _rule(call: Call, settings: Settings) -> Rule | None:
     return settings.inside(operation.module).rules.get(operation.name)
 
 
-def _is_low(call: Call, held: Mapping[Node, str], low: str, settings: Settings) -> bool:
-    """Return whether a call computed with numbers of a low precision alone, and not by a rule for float32."""
+def _is_low(call: Call, settings: Settings) -> bool:
+    """Return whether a call computed with low numbers alone, and not by a rule for float32."""
     rule = _rule(call, settings)
-    if rule == "lower":
-        return True
     if rule == "float32" and not call.is_backward:
         return False
-    pairs = zip(_operation(call).equation.invars, call.operands, strict=True)
-    return all(held.get(each) == low for atom, each in pairs if each.maker is not None or _is_wide(atom))
-
-
-def _is_wide(atom: Any) -> bool:
-    """Return whether an argument or a constant makes the result wide; numbers do not."""
-    return _is_float(atom) and bool(atom.aval.shape) and not is_low(atom.aval.dtype)
+    return rule == "lower" or all(is_low(jnp.dtype(each)) for each in _inputs(call))
 
 
 def _users(call: Call) -> Iterator[Call]:

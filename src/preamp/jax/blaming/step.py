@@ -44,25 +44,23 @@ def blame(
     *args: Any,
     dtype: Any = jnp.bfloat16,
     casting: Casting | None = None,
-    emulate: bool = True,
     loss_scale: float | None = None,
     **kwargs: Any,
 ) -> Blame:
     """Run one training step in low precision, and say what each operation of it loses against float32.
 
     Loss and gradients are computed once, one operation after the other, as
-    `jax.value_and_grad(autocast(loss_fn, ...))` computes them. Every operation is compared with float32 on
-    the very same inputs, and the derivative of the step tells how much its error changes the gradients and
-    the loss. So the sum of many errors is told apart, and the one that matters is named.
+    `jax.value_and_grad(autocast(loss_fn, ..., emulate=True))` computes them. Every operation is compared with
+    float32 on the very same inputs, and the derivative of the step tells how much its error changes the
+    gradients and the loss. So the sum of many errors is told apart, and the one that matters is named.
 
     For the first three rows that are accused, the step runs again in float32 with the errors of that row
     alone, which tells the parameter whose gradient they change most.
 
-    It costs four steps in float32, five with `emulate=False`, in products and convolutions. If a row is
-    accused, one more step is run, and one for each row that is measured; where inf or NaN appears, up to
-    three more. Operators run one by one, and loops are unrolled. The peak of memory is about four times that
-    of a compiled step. Products in float32 have `precision="highest"`. Nothing is written to the parameters
-    or to modules of Flax NNX.
+    It costs four steps in float32 in products and convolutions. If a row is accused, one more step is run,
+    and one for each row that is measured; where inf or NaN appears, up to three more. Operators run one by
+    one, and loops are unrolled. The peak of memory is about four times that of a compiled step. Products in
+    float32 have `precision="highest"`. Nothing is written to the parameters or to modules of Flax NNX.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(params, x):
@@ -79,10 +77,8 @@ def blame(
             `jax.jit` could take.
         params: what the gradients are with respect to: the floating arrays of this tree, or module.
         args: the other arguments of `loss_fn`.
-        dtype: the low precision: float16 or bfloat16; with `emulate`, float8_e4m3fn or float8_e5m2 as well.
+        dtype: the low precision, float16 or bfloat16.
         casting: an edited table of primitives, as `autocast` takes.
-        emulate: round to `dtype` but compute in float32, as products do that add up in float32. False
-            computes in `dtype` itself, as this device does.
         loss_scale: the scale of the gradients of the backward pass. None: for float16 the largest power of
             two up to 65536 with which nothing overflows there, otherwise 1.
         kwargs: the keyword arguments of `loss_fn`; those with the names above need a `functools.partial`.
@@ -98,7 +94,7 @@ def blame(
         PolicyError: for a loss scale that is not a finite number above 0.
     """
     found, differences = rehearsed(
-        loss_fn, params, args, kwargs, dtype=dtype, casting=casting, emulate=emulate, loss_scale=loss_scale
+        loss_fn, params, args, kwargs, dtype=dtype, casting=casting, loss_scale=loss_scale
     )
     return with_parameters(found, differences)
 
@@ -111,14 +107,13 @@ def rehearsed(
     *,
     dtype: Any,
     casting: Casting | None,
-    emulate: bool,
     loss_scale: float | None,
 ) -> tuple[Blame, Callable[[BlameRow], Iterable[tuple[float, str]]]]:
     """Return what `blame` does without parameters, and what measures those of a row.
 
     The latter returns for each parameter how much its gradient changes through the row alone, and its name.
     """
-    settings = region(dtype, casting, emulate)
+    settings = region(dtype, casting, emulate=True)
     if not callable(loss_fn):
         raise UsageError(f"{kind_of(loss_fn)} cannot be called as a loss. Write {EXAMPLE}.")
     if loss_scale is not None:
@@ -149,6 +144,7 @@ def rehearsed(
     size = abs(float32_loss) if float32_loss and math.isfinite(float32_loss) else 1.0
     weights = list(map(weight_of, step.params))
     norm = _seed(results, weights, scale)
+    tape.join_backward(results[0].node)
     del results  # which the derivative does not need
     owners = owners_of(tape.calls, settings)
     rows = rows_of(tape, owners, measure(tape), size)
@@ -172,7 +168,7 @@ def rehearsed(
         loss_scale=scale,
         notes=(*notes, *tape.notes),
         flops=tape.flops,
-        low_flops=low_flops(tape.calls, owners),
+        low_flops=low_flops(tape.calls),
         not_finite=not_finite,
     )
     return found, differences

@@ -61,23 +61,12 @@ class Variable:
         losers: the calls whose values became zero, if it has such zeros, where a tape traces that.
     """
 
-    __slots__ = ("_kept", "losers", "node", "origin", "value")
+    __slots__ = ("losers", "node", "origin", "value")
 
     def __init__(self, value: Any, node: Node | None = None) -> None:
-        self.value, self.node, self._kept = value, node or Node(), None
+        self.value, self.node = value, node or Node()
         self.origin: Origin | None = None
         self.losers: frozenset[int] = frozenset()
-
-    def kept(self) -> Any:
-        """Return the value for the derivative; one that was rounded, in the precision that it has."""
-        if self._kept is None:
-            maker = made_by(self.node)
-            operation = maker and maker.operation
-            if isinstance(operation, Operation) and operation.rounds:
-                self._kept = self.value.astype(operation.low)
-            else:
-                self._kept = self.value
-        return self._kept
 
 
 class Unstack:
@@ -346,7 +335,7 @@ class Tape:
 
     def _call(self, operation: Runs, operands: list[Variable]) -> list[Variable]:
         self.count += 1
-        if isinstance(operation, Operation) and operation.rounds and _is_rounded(operands[0].node, operation):
+        if isinstance(operation, Operation) and jaxprs.keeps_numbers(operation.equation):
             return operands
         values = [each.value for each in operands]
         if self._in_float32:
@@ -355,7 +344,12 @@ class Tape:
             if self._traces:
                 _trace(made, operation, operands, frozenset())
             return made
-        results, call = operation(*values), Call(operation, [each.node for each in operands], self.count)
+        wide: list[Any] | None = None
+        if isinstance(operation, Operation):
+            results, wide = operation.compared(*values)
+        else:
+            results = operation(*values)
+        call = Call(operation, [each.node for each in operands], self.count)
         if isinstance(operation, Operation) and not call.is_backward:
             self.flops += flops_of(operation.equation)
         differs = isinstance(operation, Operation) and operation.differs
@@ -372,15 +366,26 @@ class Tape:
                 each.uses.append(call)
             if isinstance(operation, Operation):
                 needed = operation.needed(call.active)
-                call.kept = [each.kept() if it else None for each, it in zip(operands, needed, strict=True)]
+                call.kept = [each.value if it else None for each, it in zip(operands, needed, strict=True)]
                 if differs:
-                    self._compare(call, operation, values, floats)
+                    self._compare(call, operation, values, floats, wide)
             if self._without_nan:
                 self._remove_nan(call, floats)
         if self._traces:
             is_loser = any(int(each.count) for each in call.losses)
             _trace(variables, operation, operands, frozenset([call.index] if is_loser else []))
         return variables
+
+    def join_backward(self, loss: Node) -> None:
+        """Count to the backward pass what nothing else uses, such as the slope of a function."""
+        for call in reversed(self.calls):
+            users = [user for each in call.results for user in each.uses]
+            is_needed = not users or loss in call.results or not all(user.is_backward for user in users)
+            if not (call.is_backward or is_needed):
+                call.is_backward = True
+                self.flops -= (
+                    flops_of(call.operation.equation) if isinstance(call.operation, Operation) else 0
+                )
 
     def _with_errors(self, exact: list[Any]) -> Iterator[Any]:
         """Yield the results of a call with the errors that were given for it."""
@@ -390,16 +395,21 @@ class Tape:
             yield value if error is None else value + error.astype(value.dtype)
 
     def _compare(
-        self, call: Call, operation: Operation, values: list[Any], results: Sequence[Variable]
+        self,
+        call: Call,
+        operation: Operation,
+        values: list[Any],
+        results: Sequence[Variable],
+        exact: list[Any] | None,
     ) -> None:
         """Keep what the results lost, and count and repair what overflowed."""
         try:
-            exact = [value for value in operation.in_float32(*values) if is_inexact(value)]
+            exact = operation.in_float32(*values) if exact is None else exact
         except Exception as error:  # a library's own primitive may raise anything
             self.notes[refusal(operation, error)] = None
             return
         limit = float(jnp.finfo(operation.low or np.float32).max)
-        for variable, value in zip(results, exact, strict=True):
+        for variable, value in zip(results, filter(is_inexact, exact), strict=True):
             if self._repairs and not np.isfinite(variable.value).all():
                 variable.value, count, amax = repaired(variable.value, value, limit)
                 call.overflowed += int(count)
@@ -488,13 +498,6 @@ def _last_used(equations: Sequence[Equation], results: Sequence[Atom]) -> list[s
         found.append(atoms - needed)
         needed |= atoms
     return found[::-1]
-
-
-def _is_rounded(node: Node, operation: Operation) -> bool:
-    """Return whether a value has been rounded in the same way already."""
-    maker = made_by(node)
-    before = maker and maker.operation
-    return isinstance(before, Operation) and before.rounds and before.low == operation.low
 
 
 def _exact(operation: Operation, values: Sequence[Any]) -> list[Any]:

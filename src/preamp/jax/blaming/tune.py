@@ -14,6 +14,7 @@ from preamp.blaming.blame import Blame
 from preamp.blaming.tuning import Tuning
 from preamp.checks import positive, whole
 from preamp.jax.autocasting.names import CAST
+from preamp.jax.autocasting.transform import region
 from preamp.jax.blaming.step import rehearsed
 from preamp.jax.jaxprs import PRIMITIVES
 
@@ -24,7 +25,6 @@ def tune(
     *args: Any,
     dtype: Any = jnp.bfloat16,
     casting: Casting | None = None,
-    emulate: bool = True,
     loss_scale: float | None = None,
     target: float | None = None,
     rehearsals: int = tuning.MOST,
@@ -47,7 +47,6 @@ def tune(
         args: the other arguments of `loss_fn`.
         dtype: the low precision, as of `blame`.
         casting: the table to begin with; None for autocast's.
-        emulate: as of `blame`.
         loss_scale: as of `blame`.
         target: the predicted relative error of the loss and of the gradients to stay below. None takes 8 unit
             roundoffs of the low precision, 3e-2 in bfloat16 and 4e-3 in float16.
@@ -63,14 +62,12 @@ def tune(
     """
     whole("rehearsals", rehearsals, least=1, instead="rehearsals=20")
     if target is None:
-        target = tuning.ENOUGH * float(jnp.finfo(dtype).eps) / 2
+        target = tuning.ENOUGH * float(jnp.finfo(region(dtype, casting, emulate=True).dtype).eps) / 2
     else:
         positive("target", target, "target=0.01")
 
     def rehearse(table: Casting) -> Blame:
-        return rehearsed(
-            loss_fn, params, args, kwargs, dtype=dtype, casting=table, emulate=emulate, loss_scale=loss_scale
-        )[0]
+        return rehearsed(loss_fn, params, args, kwargs, dtype=dtype, casting=table, loss_scale=loss_scale)[0]
 
     return tuning.tune(rehearse, casting, _can_be_named, target=target, most=rehearsals)
 
