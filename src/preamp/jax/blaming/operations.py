@@ -14,10 +14,11 @@ from jax import lax
 
 from preamp.arrays.jax import is_inexact, widen
 from preamp.jax import jaxprs
-from preamp.jax.autocasting.products import REHEARSED
+from preamp.jax.autocasting.products import REHEARSED, USED
 from preamp.jax.jaxprs import AnyJaxpr, Atom, ClosedJaxpr, Equation
 
 _CASTS = ("convert_element_type", "reduce_precision")
+_PASSING = (USED.name, "stop_gradient")
 _KEPT = 4096  # compiled functions
 
 
@@ -34,6 +35,7 @@ class Operation:
         low: the low precision of its results; None if they have none.
         is_cast: whether it only changes the precision of its operand.
         signature: what it has in common with operations that compute the same.
+        passes: whether its result is its first operand; that it stops the gradient has been taken care of.
         is_rehearsed: whether it computes in float32, and rounds that to the dtype of its result.
         differs: whether float32 may give other results.
         floats: the places of its results that are floating or complex.
@@ -48,6 +50,7 @@ class Operation:
         self.is_cast = self.name in _CASTS and all(map(_is_real, (equation.invars[0], results[0])))
         lows = [atom.aval.dtype for atom in results if _is_low(atom)]
         self.low: np.dtype[Any] | None = next(iter(lows), None)
+        self.passes = self.name in _PASSING or jaxprs.keeps_numbers(equation)
         self.is_rehearsed = equation.primitive in REHEARSED
         held = any(True for _ in jaxprs.subprograms(equation))
         self.differs = self.is_cast or held or any(map(_is_low, (*equation.invars, *results)))
@@ -173,14 +176,12 @@ def _variables(atoms: Iterable[Atom]) -> list[Atom]:
 def in_float32(equation: Equation) -> Callable[..., list[Any]]:
     """Return a function that computes in float32 what an equation computes.
 
-    Its derivative is that of the numbers. The backward pass, where a product is differentiated as what its
-    operands were cast from, and `stop_gradient` stops it, has equations of its own in the step.
+    Its derivative is that of the numbers, and not of what the operands of a product were cast from: the
+    backward pass has equations of its own in the step.
     """
     if equation.primitive.name in _CASTS and all(map(_is_real, (equation.invars[0], equation.outvars[0]))):
         dtype = wide(equation.outvars[0].aval.dtype)
         return lambda operand: [operand.astype(dtype)]
-    if equation.primitive.name == "stop_gradient":
-        return lambda operand: [operand]
     numbers, params = jaxprs.numbers_of(equation), equation.params
     if len(numbers) < len(equation.invars):
         equation = equation.replace(invars=numbers, params=params | {"paired": (), "frozen": ()})
