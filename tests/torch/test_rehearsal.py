@@ -14,8 +14,10 @@ from preamp.torch import autocast
 from tests.recorded.h200 import record
 
 FOLDER = Path(record.__file__).parent
-FACTS = {fact.pop("key"): fact for fact in map(json.loads, (FOLDER / "operators.jsonl").open())}
-NUMBERS = np.load(FOLDER / "operators.npz")
+LINES = (FOLDER / "operators.jsonl").read_text().splitlines()
+FACTS = {fact.pop("key"): fact for fact in map(json.loads, LINES)}
+with np.load(FOLDER / "operators.npz") as file:
+    NUMBERS = dict(file)
 
 # Not compared:
 ELSEWHERE = (

@@ -201,9 +201,10 @@ class BlamedStep:
         )
         if cause:  # then nothing is known of effects
             norm = size = math.nan
+        limits = torch.finfo(self._dtype)
         rows = [tally.row(place, norm, size) for place, tally in recorder.tallies.items()]
         changes = sum(tally.loss_change for tally in recorder.tallies.values())
-        in_order = rows if cause else ranked(rows, torch.finfo(self._dtype).eps / 2)
+        in_order = rows if cause else ranked(rows, limits.eps / 2)
         return Blame(
             sorted(in_order, key=lambda row: _place_of(row) != maker),
             str(self._dtype).removeprefix("torch."),
