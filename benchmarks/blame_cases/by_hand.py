@@ -56,7 +56,13 @@ class Net(Part):
 
 
 def _first(
-    images: bool, inner: int, width: int, grown: float, offset: float, shape: tuple[int, ...]
+    inner: int,
+    width: int,
+    *,
+    images: bool = False,
+    grown: float = 1.0,
+    offset: float = 0.0,
+    shape: tuple[int, ...] = (4, 32),
 ) -> tuple[nn.Module, Tensor]:
     """Return two layers and their inputs. `grown` scales the results, and `offset` is added to them."""
     if images:
@@ -74,25 +80,15 @@ def _first(
     return net, x
 
 
-def hidden(
-    dtype: torch.dtype,
-    *,
-    code: Function,
-    width: int = 32,
-    parts: int = 1,
-    grown: float = 1.0,
-    offset: float = 0.0,
-    shape: tuple[int, ...] = (4, 32),
-    images: bool = False,
-) -> Step:
+def hidden(dtype: torch.dtype, *, code: Function, width: int = 32, parts: int = 1, **options: Any) -> Step:
     """Return a step of a classifier of tokens with code in its middle, which gets `parts` times the width."""
-    first, x = _first(images, 64, parts * width, grown, offset, shape)
+    first, x = _first(64, parts * width, **options)
     hand = Hand(code)
     with torch.no_grad():
         result = hand(first(x))
     last = nn.Linear(result.shape[-1], CLASSES)
     model = Net(first, hand, last)
-    return Step(model, (x, torch.randint(CLASSES, result.shape[:-1])), model, dtype, native=True)
+    return Step(model, (x, torch.randint(CLASSES, result.shape[:-1])), model, dtype)
 
 
 def objective(
@@ -101,17 +97,14 @@ def objective(
     code: Function,
     targets: Callable[[Tensor], Tensor],
     width: int = 32,
-    grown: float = 1.0,
-    offset: float = 0.0,
-    shape: tuple[int, ...] = (4, 32),
-    images: bool = False,
+    **options: Any,
 ) -> Step:
     """Return a step whose loss is written by hand. `targets` makes its targets from what the net returns."""
-    first, x = _first(images, 16 if images else 64, width, grown, offset, shape)
+    first, x = _first(16 if options.get("images") else 64, width, **options)
     with torch.no_grad():
         wanted = targets(first(x))
     model = Net(first, Hand(code), None)
-    return Step(model, (x, wanted), model, dtype, native=True)
+    return Step(model, (x, wanted), model, dtype)
 
 
 STEPS: dict[str, Callable[..., Step]] = {"hidden": hidden, "objective": objective}

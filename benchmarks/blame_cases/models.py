@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blame_cases import LARGEST_SCALE, OUTSIDE, SMALLEST_SCALE, Errors
-from preamp.autocasting.tables import CUDA, Casting
+from preamp.autocasting.tables import Casting
 from preamp.blaming.blame import Blame
 from preamp.torch import autocast, blame
 
@@ -38,7 +38,6 @@ class Step:
         dtype: the low precision.
         casting: an edited table of operators, if the step has one.
         loss_scale: the loss scale; None for what a dynamic scaler would settle at, at most 2^16.
-        native: whether its errors are those of a region with the dtypes and the table of a GPU's.
     """
 
     loss_fn: Callable[..., Tensor]
@@ -47,7 +46,6 @@ class Step:
     dtype: torch.dtype
     casting: Casting | None = None
     loss_scale: float | None = None
-    native: bool = False
 
     @property
     def epsilon(self) -> float:
@@ -73,10 +71,7 @@ class Step:
         wanted = _gradients(exact, self.model)
         set_low(self.model, self.dtype)
         torch.manual_seed(seed)
-        region: dict[str, Any] = {"casting": self.casting, "emulate": True}
-        if self.native:
-            region = {"casting": CUDA}
-        with autocast("cpu", self.dtype, model=self.model, **region):
+        with autocast("cpu", self.dtype, casting=self.casting, model=self.model, emulate=True):
             loss = self.loss_fn(*self.args)
         gradients = _scaled_gradients(loss, self)
         finite = bool(loss.isfinite()) and all(bool(gradient.isfinite().all()) for gradient in gradients)

@@ -33,8 +33,8 @@ Action: TypeAlias = Literal[
 - "float16", "bfloat16": run it in that precision, whatever the region's is;
 - "product": compute it in float32, of inputs in low precision, and store the result in it;
 - "recurrent": run a recurrent network step by step, so that its products are seen;
-- "without kernel": the same for what is no product and is given low precision, where this device has no
-  kernel for that;
+- "without kernel": the same for another operator, if its inputs are in a low precision that this device has
+  no kernel for;
 - "padding": call the operator that `pad` calls in C++;
 - "inside": run a function in Python so that what it calls is seen;
 - "calls": call it, which calls functions that it is given, and have those run in the mode;
