@@ -230,7 +230,7 @@ DEFAULT = casting.DEFAULT
 CAST = "convert_element_type"
 SOFTMAX = f"{CAST} sub exp reduce_sum div reduce_max stop_gradient log"
 NORM = f"{CAST} mul square integer_pow sub reduce_sum div rsqrt sqrt max add"
-CROSS = f"{CAST} sub exp reduce_sum log reduce_max add neg div gather"
+CROSS = f"{CAST} sub exp reduce_sum log reduce_max add neg div mul gather"
 SQUARE = f"{CAST} sub square integer_pow mul add reduce_sum div"
 
 

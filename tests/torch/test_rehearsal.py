@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from preamp.torch import autocast
 from tests.recorded.h200 import record
@@ -74,3 +75,38 @@ def _differs(key: str, name: str, value: torch.Tensor, allowed: float) -> bool:
         return True
     apart = (here - there)[finite].norm()
     return bool(apart > allowed * there[finite].norm())
+
+
+ROUNDING = {
+    "avg_pool1d": lambda x: functional.avg_pool1d(x.view(1, 1, -1), 65, 1),
+    "avg_pool2d": lambda x: functional.avg_pool2d(x.view(1, 1, 64, 64), 33, 1),
+    "batch_norm": lambda x: functional.batch_norm(x.view(4, 2, -1), None, None, training=True),
+    "col2im": lambda x: functional.fold(x.view(1, 64, 64), 15, 8),
+    "dropout": lambda x: functional.dropout(x, 0.3),
+    "embedding": lambda x: functional.embedding(torch.arange(4096) % 3, x.view(64, 64)),
+    "embedding_bag": lambda x: functional.embedding_bag(torch.zeros(1, 999).long(), x.view(64, 64)),
+    "im2col": lambda x: functional.unfold(x.view(1, 1, 64, 64), 17),
+    "index_put": lambda x: torch.zeros_like(x[:2]).index_put((torch.arange(4096) % 2,), x, True),
+    "instance_norm": lambda x: functional.instance_norm(x.view(1, 2, -1)),
+    "logit": lambda x: torch.logit(x),
+    "max_pool2d": lambda x: functional.max_pool2d(x.view(1, 1, 64, 64), 33, 1),
+}
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ROUNDING)
+def test_nothing_is_rounded_inside_of_an_operator(name, low):
+    """As in a GPU's kernels, which compute in float32 what is stored in low precision."""
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        result = ROUNDING[name](x)
+        (gradient,) = torch.autograd.grad(result, x, torch.ones_like(result))
+        return result, gradient
+
+    given = torch.rand(4096).to(low)
+    with autocast("cpu", low, emulate=True):
+        found = run(given.clone().requires_grad_())
+    expected = run(given.float().requires_grad_())
+    for low_one, wide in zip(found, expected, strict=True):
+        assert torch.equal(low_one, wide.to(low))

@@ -15,7 +15,7 @@ from preamp.autocasting.text_tables import WIDTH, text_table
 Direction = Literal["forward", "backward"]
 Part = Literal["product", "sensitive", "other"]
 
-ALLOWED: Mapping[Part, float] = {"product": 5.0, "sensitive": 1.0, "other": 3.0}
+ALLOWED: Mapping[Part, float] = {"product": 5.0, "sensitive": 2.0, "other": 3.0}
 """The effect that is expected of an operator, in unit roundoffs of the step's low precision."""
 ALLOWED_LOSS = 2.0
 """The change of the loss that is expected of an operator, in the same unit."""
@@ -331,12 +331,13 @@ def _severity(row: BlameRow, roundoff: float) -> float:
 
 
 def _sorted(rows: Iterable[BlameRow]) -> list[BlameRow]:
-    """Return rows worst first; overflows in the order in which they happen."""
+    """Return rows worst first: overflows in the order in which they happen, then zeros by their share."""
     return sorted(
         rows,
         key=lambda row: (
             -row.severity,
             row.direction == "backward",
+            -row.lost / max(1, row.values) if row.breaks and not row.overflowed else -1.0,
             row.index if row.direction == "forward" else -row.index,
         ),
     )

@@ -221,8 +221,8 @@ def _run(
     values = [*args, *kwargs.values()] if kwargs else args
     if action == "product":
         return _product(device_type, low_in(key, low), is_counted(key), func, args, kwargs)
-    if action == "without kernel":
-        return _without_kernel(device_type, func, args, kwargs)
+    if action == "in float32" or action == "without kernel":
+        return _in_float32(device_type, func, args, kwargs)
     if action == "widest":
         dtype = _widest(values, device_type)
     elif _has_dtype(values):  # the user chose the precision
@@ -255,13 +255,16 @@ def _product(
     return _each([found], lambda x: changed(x, stored))[0]
 
 
-def _without_kernel(
+def _in_float32(
     device_type: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call in float32 what has no kernel here for low precision, and store its results in that."""
-    values, lows = [*args, *kwargs.values()], operators.WITHOUT_KERNEL[device_type][name_in_graph(func)]
-    given = {value.dtype for value in values if isinstance(value, Tensor)} & lows
-    if not given:
+    """Call in float32 what a GPU computes in it inside, and store the results in low precision."""
+    name, values = name_in_graph(func), [*args, *kwargs.values()]
+    lows = operators.WITHOUT_KERNEL[device_type].get(name, operators.LOW)
+    dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
+    given = [dtype for dtype in dtypes if dtype in lows]
+    has_buffers = name in operators.WITH_BUFFERS  # which it writes to, so they must not be copies
+    if not given or (has_buffers and len(given) > 1):
         return func(*args, **kwargs)
     stores = IN_BFLOAT16 if torch.bfloat16 in given else IN_FLOAT16
     raises = {low: wide for wide, low in stores.items()}
@@ -271,6 +274,8 @@ def _without_kernel(
 
     values = [cast(value, raises) for value in values]
     found = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+    if torch.float32 in dtypes and not has_buffers:  # of operators that take the widest
+        return found
     return _each([found], lambda x: cast(x, stores))[0]
 
 

@@ -139,14 +139,22 @@ SPECIAL = {
 }
 # Operators that a GPU has kernels for, and a device has none, by the dtypes of their inputs.
 FOURIER = [name for name in casting.CPU.rules if name.startswith("fft_")]
+LOW = frozenset([torch.float16, torch.bfloat16])
 WITHOUT_KERNEL: dict[str, dict[str, frozenset[torch.dtype]]] = {
     "cpu": dict.fromkeys(
         [*FOURIER, "polygamma", "round", "rrelu"], frozenset([torch.float16, torch.complex32])
     )
-    | dict.fromkeys(
-        ["avg_pool3d", "multilabel_margin_loss_forward"], frozenset([torch.float16, torch.bfloat16])
-    )
+    | dict.fromkeys(["avg_pool3d", "multilabel_margin_loss_forward"], LOW)
 }
+# Operators whose kernels round or sum in low precision, forward or backward, where a GPU's use float32.
+ROUND_INSIDE = {
+    "cpu": """
+        avg_pool1d avg_pool2d batch_norm col2im dropout embedding embedding_bag feature_dropout im2col
+        index_put instance_norm logit max_pool1d max_pool2d max_pool1d_with_indices max_pool2d_with_indices
+    """.split()
+}
+# These write to the buffers that they are given.
+WITH_BUFFERS = ("batch_norm", "instance_norm")
 TABLES = {"cpu": casting.CPU, "cuda": casting.CUDA}
 NEAREST = 3
 PATH = re.compile(r"(?!__)[\w.*?\[\]-]*\w[\w.*?\[\]-]*")

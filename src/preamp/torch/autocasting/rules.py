@@ -18,6 +18,7 @@ Action: TypeAlias = Literal[
     "bfloat16",
     "product",
     "recurrent",
+    "in float32",
     "without kernel",
     "inside",
     "calls",
@@ -33,8 +34,8 @@ Action: TypeAlias = Literal[
 - "float16", "bfloat16": run it in that precision, whatever the region's is;
 - "product": compute it in float32, of inputs in low precision, and store the result in it;
 - "recurrent": run a recurrent network step by step, so that its products are seen;
-- "without kernel": the same for another operator, if its inputs are in a low precision that this device has
-  no kernel for;
+- "in float32": the same for another operator, if its inputs are in low precision;
+- "without kernel": "in float32", because this device has no kernel for the low precision;
 - "padding": call the operator that `pad` calls in C++;
 - "inside": run a function in Python so that what it calls is seen;
 - "calls": call it, which calls functions that it is given, and have those run in the mode;
@@ -179,14 +180,15 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
             changed[name] = action
     if edits.emulate:
         rules = _rules(edits)
-        without = [
-            name
-            for name in operators.WITHOUT_KERNEL.get(edits.device_type, {})
-            if rules.get(name, "untouched") == "untouched"
-        ]
         # What this device's autocast casts and a GPU's does not is left alone.
         others: dict[str, Action] = {name: "untouched" for name in listed if name not in rules}
-        changed = {**others, **changed, **dict.fromkeys(without, "without kernel")}
+        kernels: dict[str, Action] = {
+            **dict.fromkeys(operators.ROUND_INSIDE.get(edits.device_type, ()), "in float32"),
+            **dict.fromkeys(operators.WITHOUT_KERNEL.get(edits.device_type, ()), "without kernel"),
+        }
+        here = ("untouched", "widest")
+        changed = {**others, **changed}
+        changed |= {name: how for name, how in kernels.items() if rules.get(name, "untouched") in here}
     if operators.PADDING & changed.keys() and "pad" not in changed:
         changed["pad"] = "padding"
     # What is written in place keeps its dtype, whatever the rule; but it can be refused.
