@@ -331,13 +331,13 @@ def _severity(row: BlameRow, roundoff: float) -> float:
 
 
 def _sorted(rows: Iterable[BlameRow]) -> list[BlameRow]:
-    """Return rows worst first: overflows in the order in which they happen, then zeros by their share."""
+    """Return rows worst first: overflows in the order in which they happen, few zeros after many."""
     return sorted(
         rows,
         key=lambda row: (
             -row.severity,
             row.direction == "backward",
-            -row.lost / max(1, row.values) if row.breaks and not row.overflowed else -1.0,
+            bool(row.breaks) and not row.overflowed and row.lost_share < ALLOWED_LOST,
             row.index if row.direction == "forward" else -row.index,
         ),
     )
