@@ -148,9 +148,10 @@ WITHOUT_KERNEL: dict[str, dict[str, frozenset[torch.dtype]]] = {
 }
 # Operators whose kernels round or sum in low precision, forward or backward, where a GPU's use float32.
 ROUND_INSIDE = {
-    "cpu": ["avg_pool1d", "avg_pool2d", "batch_norm", "col2im", "dropout", "embedding", "embedding_bag"]
-    + ["feature_dropout", "im2col", "index_put", "instance_norm", "logit", "max_pool1d", "max_pool2d"]
-    + ["max_pool1d_with_indices", "max_pool2d_with_indices"]
+    "cpu": """
+        avg_pool1d avg_pool2d batch_norm col2im dropout embedding embedding_bag feature_dropout im2col
+        index_put instance_norm logit max_pool1d max_pool2d max_pool1d_with_indices max_pool2d_with_indices
+    """
 }
 # These write to the buffers that they are given.
 WITH_BUFFERS = ("batch_norm", "instance_norm")

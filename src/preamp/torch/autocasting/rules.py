@@ -183,7 +183,7 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
         # What this device's autocast casts and a GPU's does not is left alone.
         others: dict[str, Action] = {name: "untouched" for name in listed if name not in rules}
         kernels: dict[str, Action] = {
-            **dict.fromkeys(operators.ROUND_INSIDE.get(edits.device_type, ()), "in float32"),
+            **dict.fromkeys(operators.ROUND_INSIDE.get(edits.device_type, "").split(), "in float32"),
             **dict.fromkeys(operators.WITHOUT_KERNEL.get(edits.device_type, ()), "without kernel"),
         }
         here = ("untouched", "widest")
