@@ -154,8 +154,8 @@ class autocast(TorchAutocast):  # PyTorch's name
             `casting.DEFAULT` goes back to the framework's.
         model: whose modules the table has rules for. Their paths are those of `model.named_modules()`.
         report: whether to count what is cast. It makes the region many times slower.
-        emulate: whether to rehearse a GPU. What has a kernel for low precision there and none here runs in
-            float32, and its results are rounded.
+        emulate: whether to rehearse a GPU. What has a kernel for low precision there, and none here or one
+            that rounds inside, runs in float32, and its results are rounded.
 
     Raises:
         ValueError: when `device_type` is not a string.
