@@ -99,6 +99,12 @@ def test_a_row_is_accused_for_what_it_does_to_the_loss_and_for_gradients_lost_to
     assert not blame(replace(lost, direction="forward")).guilty  # ReLU does that
 
 
+def test_what_lost_few_values_to_zero_comes_after_what_lost_many() -> None:
+    few = replace(ROW, lost=1, lost_share=0.01, breaks="div")
+    many = replace(ROW, index=1, lost=90, lost_share=0.9, breaks="div")
+    assert [row.lost for row in blame(few, many).rows] == [90, 1]
+
+
 @few
 @given(st.lists(rows, min_size=1, max_size=30))
 def test_the_table_is_80_columns_wide_and_every_row_says_where(given_rows: list[BlameRow]) -> None:

@@ -261,10 +261,8 @@ def _in_float32(
     """Call in float32 what a GPU computes in it inside, and store the results in low precision."""
     name, values = name_in_graph(func), [*args, *kwargs.values()]
     lows = operators.WITHOUT_KERNEL[device_type].get(name, operators.LOW)
-    dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
-    given = [dtype for dtype in dtypes if dtype in lows]
-    has_buffers = name in operators.WITH_BUFFERS  # which it writes to, so they must not be copies
-    if not given or (has_buffers and len(given) > 1):
+    given = [value.dtype for value in values if isinstance(value, Tensor) and value.dtype in lows]
+    if not given or (name in operators.WITH_BUFFERS and len(given) > 1):  # it must not write to copies
         return func(*args, **kwargs)
     stores = IN_BFLOAT16 if torch.bfloat16 in given else IN_FLOAT16
     raises = {low: wide for wide, low in stores.items()}
@@ -274,8 +272,6 @@ def _in_float32(
 
     values = [cast(value, raises) for value in values]
     found = func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
-    if torch.float32 in dtypes and not has_buffers:  # of operators that take the widest
-        return found
     return _each([found], lambda x: cast(x, stores))[0]
 
 

@@ -150,7 +150,7 @@ WITHOUT_KERNEL: dict[str, dict[str, frozenset[torch.dtype]]] = {
 ROUND_INSIDE = {
     "cpu": """
         avg_pool1d avg_pool2d batch_norm col2im dropout embedding embedding_bag feature_dropout im2col
-        index_put instance_norm logit max_pool1d max_pool2d max_pool1d_with_indices max_pool2d_with_indices
+        instance_norm logit max_pool1d max_pool2d max_pool1d_with_indices max_pool2d_with_indices
     """
 }
 # These write to the buffers that they are given.

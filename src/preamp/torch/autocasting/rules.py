@@ -186,9 +186,8 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
             **dict.fromkeys(operators.ROUND_INSIDE.get(edits.device_type, "").split(), "in float32"),
             **dict.fromkeys(operators.WITHOUT_KERNEL.get(edits.device_type, ()), "without kernel"),
         }
-        here = ("untouched", "widest")
-        changed = {**others, **changed}
-        changed |= {name: how for name, how in kernels.items() if rules.get(name, "untouched") in here}
+        free = {name: how for name, how in kernels.items() if rules.get(name, "untouched") == "untouched"}
+        changed = {**others, **changed, **free}
     if operators.PADDING & changed.keys() and "pad" not in changed:
         changed["pad"] = "padding"
     # What is written in place keeps its dtype, whatever the rule; but it can be refused.
