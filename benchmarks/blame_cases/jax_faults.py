@@ -333,7 +333,10 @@ def _flushed() -> Iterator[Case]:
     ):
         saturated = shifted(f"{at}.{layer}.bias", bias)
         what = f"saturated by {bias:g}"
-        yield from planted(kind, model, what, at, change=saturated, over=over, **only, **options)
+        # Its derivative is made of its result, so the gradient is lost where that becomes 0 or 1.
+        yield from planted(
+            kind, model, what, at, "logistic", dtypes=FP16, change=saturated, over=over, **options
+        )
 
 
 def _long_sums() -> Iterator[Case]:

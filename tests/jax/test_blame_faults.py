@@ -99,6 +99,20 @@ def test_gradients_that_are_flushed_to_zero_without_a_loss_scale() -> None:
     assert not blame(loss, PARAMS, X, dtype="bfloat16").guilty
 
 
+@pytest.mark.parametrize("bias", [-26.0, 16.0])
+def test_a_result_that_rounds_to_a_constant_is_accused_of_the_gradient_that_is_lost_with_it(
+    bias: float,
+) -> None:
+    def loss(p: Any, x: Any) -> Any:
+        saturated = jax.nn.sigmoid(x @ p["lost"] + bias)  # its derivative is y * (1 - y)
+        return cross_entropy((jnp.tanh(x @ p["up"]) + saturated) @ p["down"])
+
+    found = blame(loss, {**PARAMS, "lost": PARAMS["up"]}, X, dtype="float16")
+    assert first(found) == ("logistic", "forward")
+    assert found.rows[0].parameter == "params['lost']"
+    assert found.rows[0].parameter_error == pytest.approx(1, abs=0.1)
+
+
 def test_a_sum_of_many_terms() -> None:
     def loss(p: Any, x: Any) -> Any:
         terms = jnp.square(jnp.tanh(x @ p["up"])).astype(jnp.bfloat16).ravel()
