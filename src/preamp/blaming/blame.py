@@ -63,8 +63,9 @@ class BlameRow:
         local_error: the relative error, in the 2-norm, of its results (or gradients) against what float32
             gives for the very same inputs; the largest of the calls.
         effect: the predicted relative error of the step's gradients through this row alone, in the 2-norm
-            over all parameters; a parameter's gradient counts times the root mean square of the parameter, and
-            in JAX by itself where much of it became zero. inf if the row overflowed or `breaks` something; NaN if the gradients are not finite.
+            over all parameters; a parameter's gradient counts times the root mean square of the parameter;
+            in JAX, what became zero of it counts by itself if that is much. inf if the row overflowed or
+            `breaks` something; NaN if the gradients are not finite.
         loss_effect: the predicted change of the loss through this row alone, relative to the loss (or, where
             that is larger, to the weighted norm of the gradients); 0 in the backward direction.
         values: the number of values that it returned.

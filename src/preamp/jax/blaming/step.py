@@ -58,9 +58,10 @@ def blame(
     alone, which tells the parameter whose gradient they change most.
 
     It costs four steps in float32 in products and convolutions. If a row is accused, or 30 % of a gradient
-    are zero, one more step is run, and one for each row that is measured; where inf or NaN appears, up to three more. Operators run one by
-    one, and loops are unrolled. The peak of memory is about four times that of a compiled step. Products in
-    float32 have `precision="highest"`. Nothing is written to the parameters or to modules of Flax NNX.
+    are zero, one more step is run, and one for each row that is measured; where inf or NaN appears, up to
+    three more. Operators run one by one, and loops are unrolled. The peak of memory is about four times
+    that of a compiled step. Products in float32 have `precision="highest"`. Nothing is written to the
+    parameters or to modules of Flax NNX.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(params, x):
