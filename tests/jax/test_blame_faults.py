@@ -113,6 +113,15 @@ def test_a_result_that_rounds_to_a_constant_is_accused_of_the_gradient_that_is_l
     assert found.rows[0].parameter_error == pytest.approx(1, abs=0.1)
 
 
+def test_where_all_gradients_are_lost_the_effect_is_in_units_of_those_in_float32() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean(jax.nn.sigmoid(x @ p["up"] - 26))
+
+    found = blame(loss, {"up": PARAMS["up"]}, X, dtype="float16")
+    assert first(found) == ("logistic", "forward")
+    assert found.rows[0].effect == pytest.approx(1, abs=0.3)
+
+
 def test_a_sum_of_many_terms() -> None:
     def loss(p: Any, x: Any) -> Any:
         terms = jnp.square(jnp.tanh(x @ p["up"])).astype(jnp.bfloat16).ravel()

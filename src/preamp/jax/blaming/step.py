@@ -337,20 +337,26 @@ def _seed(
         scale: the loss scale.
         exact: returns the scaled gradients in float32.
     """
-    loss, gradients = results[0], [np.asarray(widen(each.value)) for each in results[1:]]
+    loss, nodes = results[0], [each.node for each in results[1:]]
+    gradients = [np.asarray(widen(each.value)) for each in results[1:]]
     seed(loss.node, LOSS, jnp.ones((), widen(loss.value).dtype))
-    norm = _norm(gradients, weights, scale)
+    right = gradients
+    if any(node.maker and _is_much(each == 0) for node, each in zip(nodes, gradients, strict=True)):
+        right = [np.asarray(each) for each in exact()]
+    norm = _norm(right, weights, scale)
     random = np.random.default_rng(0)
-    for place, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-        node, units = results[1 + place].node, np.full(gradient.shape, norm / weight * scale)
-        if node.maker and np.count_nonzero(gradient) <= (1 - ALLOWED_LOST) * gradient.size:
-            right = np.asarray(exact()[place])
-            gone = (gradient == 0) & (right != 0) & np.isfinite(right)
-            if gone.sum() >= ALLOWED_LOST * gradient.size:
-                units[gone] = np.linalg.norm(right[gone])
-        signs = random.choice([-1.0, 1.0], gradient.shape)
-        seed(node, GRADIENTS, jnp.asarray(signs / units, gradient.dtype))
+    for node, weight, low, wide in zip(nodes, weights, gradients, right, strict=True):
+        units, gone = np.full(low.shape, norm / weight * scale), (low == 0) & (wide != 0)
+        if _is_much(gone):
+            units[gone] = np.linalg.norm(wide[gone].astype(np.float64))
+        signs = random.choice([-1.0, 1.0], low.shape)
+        seed(node, GRADIENTS, jnp.asarray(signs / units, low.dtype))
     return norm
+
+
+def _is_much(lost: Any) -> bool:
+    """Return whether the entries of a gradient that are lost are more than may be."""
+    return bool(np.size(lost)) and bool(np.mean(lost) >= ALLOWED_LOST)
 
 
 def _are_equal(one: Sequence[Variable], other: Sequence[Variable]) -> bool:
