@@ -35,13 +35,14 @@ from preamp.errors import UsageError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def mark_constant(function: Any) -> None:
+def mark_constant(function: F) -> F:
     """Have the compiler run a function while it traces, and leave it out of what it compiles.
 
     It is what `torch.compiler.assume_constant_result` does, which loads the compiler: that takes seconds.
     Since before 2.6. Without it, the function would be traced.
     """
-    function._dynamo_marked_constant = True
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 # ---- Scaling -----------------------------------------------------------------------------------------------

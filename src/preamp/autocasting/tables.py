@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 from preamp.errors import CastingError
+from preamp.recipes.values import KNOWN, NAMES, Recipe
 
 __all__ = [
     "CPU",
@@ -30,7 +31,7 @@ __all__ = [
 
 Rule = Literal["lower", "float32", "widest", "untouched", "refuse"]
 RULES: tuple[Rule, ...] = get_args(Rule)
-ModuleRule = Literal["float32", "bfloat16", "float16", "untouched", "default"]
+ModuleRule = Literal["float32", "bfloat16", "float16", "untouched", "default", "high"]
 MODULE_RULES: tuple[ModuleRule, ...] = get_args(ModuleRule)
 NAME = re.compile(r"[^\s,]+")
 SHOWN = 4  # names that an error repeats
@@ -122,7 +123,7 @@ class Casting:
         """Make these operators an error inside the region."""
         return self._edited("refuse", names)
 
-    def module(self, pattern: str, rule: ModuleRule) -> Casting:
+    def module(self, pattern: str, rule: ModuleRule | Recipe) -> Casting:
         """Set how a module runs, and everything inside it.
 
         >>> table = DEFAULT.module("layers.*.mlp", "float32").module("layers.0", "default")
@@ -135,13 +136,17 @@ class Casting:
                 none. It may begin anywhere in a module's path: "lm_head" matches "model.lm_head" too.
             rule: "float32" runs every operator that does arithmetic in float32; "bfloat16" or "float16" runs
                 the module as in a region of that precision; "untouched" casts nothing; "default" undoes
-                earlier edits of modules.
+                earlier edits of modules. In a region with a recipe, "high" runs the module's products in the
+                recipe's high precision, and another recipe quantizes them in its way.
 
         Raises:
             CastingError: for a pattern that is not a string or has empty names, and for another rule.
         """
         _check_pattern(pattern, rule)
-        _check_rule(rule, MODULE_RULES, pattern)
+        if isinstance(rule, Recipe):
+            rule = rule.key
+        else:
+            _check_rule(rule, MODULE_RULES, pattern)
         return self._with([Edit("modules", pattern, rule)])
 
     @property
@@ -237,7 +242,8 @@ class Casting:
             if of == "operators":
                 calls.append(f".{rule}({', '.join(names)})")
             else:
-                calls.extend(f".module({name}, {rule!r})" for name in names)
+                shown = NAMES.get(rule) or (rule if rule in KNOWN else repr(rule))
+                calls.extend(f".module({name}, {shown})" for name in names)
         return f"casting.{self._base}" + "".join(calls)
 
     def _with_entry(self, edit: Any) -> Casting:

@@ -17,6 +17,7 @@ from preamp.jax.blaming.step import blame
 from preamp.jax.blaming.tune import tune
 from preamp.jax.histograms import exponent_histogram, flow_slot, snapshot, watch
 from preamp.jax.machine import check
+from preamp.jax.quantizing import quantize
 from preamp.jax.sampler_mismatch import mismatch
 from preamp.jax.scaling import exporting as _exporting
 from preamp.jax.scaling.differentiation import accumulate, value_and_grad, zero_grads
@@ -51,6 +52,7 @@ __all__ = [
     "last_step",
     "loss_scaled",
     "mismatch",
+    "quantize",
     "restart_guard",
     "restart_loss_scale",
     "snapshot",

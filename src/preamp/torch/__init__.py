@@ -13,11 +13,13 @@ else:
 
 from preamp.torch import amp, cpu, cuda
 from preamp.torch.autocasting.custom import custom_bwd, custom_fwd
+from preamp.torch.autocasting.delayed import load_recipe_state, recipe_state
 from preamp.torch.autocasting.region import autocast
 from preamp.torch.blaming.blame import blame
 from preamp.torch.blaming.tune import tune
 from preamp.torch.lens.lens import Lens
 from preamp.torch.machine import check
+from preamp.torch.quantizing import quantize
 from preamp.torch.sampler_mismatch import mismatch
 from preamp.torch.scaling.grad_scaler import GradScaler
 from preamp.torch.scaling.master_weights import MasterWeights
@@ -36,6 +38,9 @@ __all__ = [
     "cuda",
     "custom_bwd",
     "custom_fwd",
+    "load_recipe_state",
     "mismatch",
+    "quantize",
+    "recipe_state",
     "tune",
 ]

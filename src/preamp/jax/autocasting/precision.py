@@ -28,12 +28,14 @@ class Value(NamedTuple):
         precision: its dtype; None for what is never cast: integers, float64, keys, tokens.
         scalar: the number, if it is a literal in the program.
         weak: whether it is a scalar that does not widen the other operand.
+        weight: whether it is a weight, cast or moved.
     """
 
     atom: Any
     precision: Precision | None
     scalar: float | None = None
     weak: bool = False
+    weight: bool = False
 
 
 def precision_of(aval: Aval) -> Precision | None:

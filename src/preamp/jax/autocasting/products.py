@@ -6,6 +6,7 @@ operator, and for a product the primitive of `product_of`, whose own sum, over t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
@@ -20,6 +21,9 @@ from jax.interpreters import ad, batching, mlir
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.precision import FLOAT32
 from preamp.jax.jaxprs import Aval
+from preamp.jax.quantizing import ARRAYS
+from preamp.recipes import Quant, Recipe
+from preamp.recipes.arithmetic import quantized
 
 PRODUCTS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"))
 
@@ -28,6 +32,36 @@ REHEARSED: set[Primitive] = set()
 
 USED = Primitive("used")
 """The primitive of one use of a cast: takes the low numbers and the float32 ones, and returns the former."""
+
+
+class Quants(NamedTuple):
+    """How the operands of a `dot_general` are quantized.
+
+    Attributes:
+        recipe: of the region.
+        product: which of its three products it is: 0 is fprop, 1 dgrad, 2 wgrad.
+        first: the place of the operand that comes first in the recipe: the input, or a gradient.
+    """
+
+    recipe: Recipe
+    product: int
+    first: int
+
+    def of(self, place: int) -> Quant | None:
+        """Return how the operand at a place is quantized."""
+        return self.recipe.quants[2 * self.product + (place != self.first)]
+
+    def transposed(self, place: int) -> Quants:
+        """Return those of the product of a gradient, which comes first, for the operand at a place of fprop."""
+        return Quants(self.recipe, 1 if place == self.first else 2, 0)
+
+
+def fits(recipe: Recipe, equation: Any) -> bool:
+    """Return whether the sizes of a product are those that a recipe asks for; it has no axes of a batch."""
+    (contracted, batch), avals = equation.params["dimension_numbers"], [it.aval for it in equation.invars]
+    sizes = [math.prod(avals[0].shape[axis] for axis in contracted[0])]
+    sizes += [aval.size // max(sizes[0], 1) for aval in avals]
+    return not batch[0] and all(size and size % recipe.multiple == 0 for size in sizes)
 
 
 class Pair(NamedTuple):
@@ -69,7 +103,7 @@ def product_of(plain: Primitive, *, in_float32: bool = False) -> Primitive:
     It has the name and the parameters of the plain one. Its parameter `paired` has the places of the operands
     that were cast: what they were cast from comes after all operands, in the same order. `frozen` has those
     of them that have no derivative of their own. Other operands in float32 are cast to the precision of the
-    others, as the tangent of a product is.
+    others, as the tangent of a product is. A product by a recipe has the parameter `quants` as well.
 
     Args:
         plain: the primitive of the product.
@@ -77,11 +111,20 @@ def product_of(plain: Primitive, *, in_float32: bool = False) -> Primitive:
     """
     product = Primitive(plain.name)
 
-    def computed(*operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
+    def computed(
+        *operands: Array,
+        paired: Sequence[int],
+        frozen: Sequence[int],
+        quants: Quants | None = None,
+        **params: Any,
+    ) -> Any:
         lows = _lowered(operands[: len(operands) - len(paired)])
         if not in_float32:
             return plain.bind(*lows, **params)
         result = evaluated(*map(jax.typeof, lows), paired=(), frozen=(), **params)
+        if quants:  # a gradient in float32 is rounded, too, as the owners of recipes do
+            product = _quantized(lows, quants, params["dimension_numbers"])
+            return _cast(_rounded(_cast(product, lows[0].dtype)), result.dtype)
         wide = {"precision": (lax.Precision.HIGHEST,) * 2, "preferred_element_type": FLOAT32}
         numbers = [_cast(_rounded(it), FLOAT32) if _is_real(it) else it for it in lows]
         return _rounded(_cast(plain.bind(*numbers, **params | wide), result.dtype))
@@ -106,7 +149,9 @@ def product_of(plain: Primitive, *, in_float32: bool = False) -> Primitive:
         )
         return _cast(result, params["preferred_element_type"]) if _is_wide(params) else result
 
-    def evaluated(*avals: Aval, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
+    def evaluated(
+        *avals: Aval, paired: Sequence[int], frozen: Sequence[int], quants: object = None, **params: Any
+    ) -> Any:
         abstract: Any = plain.abstract_eval(*_lowered(avals[: len(avals) - len(paired)]), **params)
         return abstract[0]
 
@@ -144,7 +189,12 @@ def product_of(plain: Primitive, *, in_float32: bool = False) -> Primitive:
         return result, sum(terms[1:], terms[0]) if terms else _zero(result)
 
     def transposed(
-        cotangent: Any, *operands: Any, paired: Sequence[int], frozen: Sequence[int], **params: Any
+        cotangent: Any,
+        *operands: Any,
+        paired: Sequence[int],
+        frozen: Sequence[int],
+        quants: Quants | None = None,
+        **params: Any,
     ) -> list[Any]:
         (place,) = (number for number, each in enumerate(operands) if ad.is_undefined_primal(each))
         if type(cotangent) is ad.Zero:
@@ -157,7 +207,8 @@ def product_of(plain: Primitive, *, in_float32: bool = False) -> Primitive:
         avals = (wanted.update(dtype=low), *(jax.typeof(it) for it in (cotangent, *others)))
         mesh = jax.sharding.get_abstract_mesh()
         traced = _transposed(plain, place, low, avals, tuple(params.items()), mesh)
-        (result,) = _run(traced, [Pair(cotangent), *pairs], bind, plain, wanted.dtype)
+        extra = {"quants": quants.transposed(place)} if quants and not quants.product else {}
+        (result,) = _run(traced, [Pair(cotangent), *pairs], bind, plain, wanted.dtype, extra)
         return [result if number == place else None for number in range(len(operands))]
 
     def batched(
@@ -166,6 +217,7 @@ def product_of(plain: Primitive, *, in_float32: bool = False) -> Primitive:
         *,
         paired: Sequence[int],
         frozen: Sequence[int],
+        quants: Quants | None = None,
         **params: Any,
     ) -> tuple[Array, int]:
         pairs, axes = pairs_of(operands, paired, frozen), pairs_of(dims, paired, frozen)
@@ -176,7 +228,8 @@ def product_of(plain: Primitive, *, in_float32: bool = False) -> Primitive:
                 pairs[place], axes[place] = pairs[place]._replace(low=low, wide=wide), Pair(0)
         run = jax.vmap(partial(plain.bind, **params), in_axes=tuple(each.low for each in axes))
         traced = jax.make_jaxpr(run)(*_lowered([each.low for each in pairs]))
-        (result,) = _run(traced, pairs, bind, plain, params["preferred_element_type"])
+        extra = {"quants": quants} if quants else {}
+        (result,) = _run(traced, pairs, bind, plain, params["preferred_element_type"], extra)
         return result, 0
 
     product.def_impl(computed)
@@ -217,7 +270,12 @@ def _transposed(
 
 
 def _run(
-    traced: Any, pairs: Sequence[Pair], bind: Callable[..., Any], plain: Primitive, dtype: Any
+    traced: Any,
+    pairs: Sequence[Pair],
+    bind: Callable[..., Any],
+    plain: Primitive,
+    dtype: Any,
+    extra: dict[str, Any],
 ) -> list[Any]:
     """Run what JAX's rule for a plain product traced, with products by `bind` whose results have this dtype.
 
@@ -231,7 +289,7 @@ def _run(
     for equation in traced.jaxpr.eqns:
         given = [read(atom) for atom in equation.invars]
         if equation.primitive is plain:
-            results = [Pair(bind(given, {**equation.params, "preferred_element_type": dtype}))]
+            results = [Pair(bind(given, {**equation.params, "preferred_element_type": dtype, **extra}))]
         else:
             run = jaxprs.alone(equation)
             results = [*map(Pair, run(*(each.low for each in given)))]
@@ -243,6 +301,27 @@ def _run(
                 ]
         known.update(zip(equation.outvars, results, strict=True))
     return [read(atom).low for atom in traced.jaxpr.outvars]
+
+
+def _quantized(operands: Sequence[Array], quants: Quants, numbers: Any) -> Array:
+    """Return a `dot_general` of quantized matrices, in float32.
+
+    Args:
+        operands: of one dtype.
+        quants: how they are quantized.
+        numbers: its `dimension_numbers`, without axes of a batch.
+    """
+    shape: list[int] = []
+    lows = []
+    for place, (operand, summed) in enumerate(zip(operands, numbers[0], strict=True)):
+        free = [axis for axis in range(operand.ndim) if axis not in summed]
+        shape += [operand.shape[axis] for axis in free]
+        length = math.prod(operand.shape[axis] for axis in summed)
+        low = lax.transpose(operand, (*free, *summed)).reshape(-1, length).astype(FLOAT32)
+        quant = quants.of(place)
+        lows.append(low if quant is None else quantized(ARRAYS, low, quant))
+    product = lax.dot_general(*lows, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+    return product.reshape(shape)
 
 
 def _zero(primal: Array) -> Any:

@@ -18,10 +18,11 @@ import numpy as np
 from jax.extend.core.primitives import reduce_precision_p
 
 from preamp.autocasting.tables import Rule
+from preamp.errors import UsageError
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.lookahead import EXACT, Lookahead
 from preamp.jax.autocasting.precision import FLOAT32, LOWS, Precision, Value, precision_of
-from preamp.jax.autocasting.products import PRODUCTS, product_of
+from preamp.jax.autocasting.products import PRODUCTS, Quants, fits, product_of
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.jaxprs import AnyJaxpr, Atom, Aval, Equation, Jaxpr
 
@@ -178,6 +179,7 @@ class Program:
         if self.settings.emulate and is_product and precisions[0] in LOWS:
             params = {**(params or equation.params), "paired": (), "frozen": ()}
             product = product_of(equation.primitive, in_float32=True)
+            params |= self._quants(equation, values)
             equation = equation.replace(primitive=product, params=params)
         if params is None and operands == equation.invars and results == equation.outvars:
             self._equations.append(equation)
@@ -188,6 +190,21 @@ class Program:
             for atom in filter(self._values.__contains__, equation.outvars):
                 value = self._values[atom]
                 self._values[atom] = value._replace(atom=self._rounded(value.atom))
+
+    def _quants(self, equation: Equation, values: Sequence[Value]) -> dict[str, Any]:
+        """Return the parameters of a product that a recipe quantizes, and none for others."""
+        recipe, weights = self.settings.recipe, [value.weight for value in values]
+        if recipe is None or equation.primitive.name != "dot_general":
+            return {}
+        if "transpose(" in str(equation.source_info.name_stack):
+            raise UsageError(
+                f"{jaxprs.source_line(equation)} is differentiated inside of a region with a recipe, which does not "
+                "know there which product is a gradient's. Write jax.grad(autocast(loss_fn, recipe=recipe, "
+                "weights=(0,)))."
+            )
+        if sum(weights) != 1 or not fits(recipe, equation):
+            return {}
+        return {"quants": Quants(recipe, 0, first=weights.index(False))}
 
     def as_written(self, equation: Equation, params: dict[str, Any] | None = None) -> None:
         """Write an equation in the dtypes that the old program has."""
@@ -201,6 +218,11 @@ class Program:
             value = self._values[result]._replace(scalar=before.scalar, weak=before.weak)
             self._values[result] = value
             self._moved[value.atom] = equation, before
+
+    def keep_weight(self, atom: Atom) -> None:
+        """Remember that the result of a move is still a weight."""
+        if atom in self._values:
+            self._values[atom] = self._values[atom]._replace(weight=True)
 
     def splice(self, equation: Equation, jaxpr: AnyJaxpr, values: Sequence[Value]) -> None:
         """Inline a program that an equation holds."""

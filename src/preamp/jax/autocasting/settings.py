@@ -14,6 +14,7 @@ from preamp.jax import jaxprs
 from preamp.jax.autocasting.names import rules_in, scope_of
 from preamp.jax.autocasting.precision import FLOAT32, LOWS, is_explicit, precision_of
 from preamp.jax.jaxprs import AnyJaxpr, Equation
+from preamp.recipes.values import KNOWN, Recipe
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Settings:
         name: identifies the region; regions with the same settings share it.
         flat: inline nested `jit`s.
         table: the region's edits. Those of modules are not in `rules`.
+        recipe: how products with a weight are quantized; None if they stay high.
     """
 
     dtype: np.dtype[Any]
@@ -35,6 +37,7 @@ class Settings:
     name: str
     flat: bool = False
     table: Casting = DEFAULT
+    recipe: Recipe | None = None
     _in_modules: dict[str, Settings] = field(init=False, default_factory=dict, compare=False, repr=False)
     _in_scopes: dict[Scope, Settings] = field(init=False, default_factory=dict, compare=False, repr=False)
 
@@ -65,8 +68,9 @@ class Settings:
         if scope not in self._in_scopes:
             rules = rules_in(scope)
             dtype = next((each for each in LOWS if each.name == scope.rule), self.dtype)
-            same = rules == self.rules and dtype == self.dtype
-            self._in_scopes[scope] = self if same else replace(self, rules=rules, dtype=dtype)
+            recipe = self.recipe if scope.rule == "default" else KNOWN.get(scope.rule)
+            same = rules == self.rules and dtype == self.dtype and recipe == self.recipe
+            self._in_scopes[scope] = self if same else replace(self, rules=rules, dtype=dtype, recipe=recipe)
         return self._in_scopes[scope]
 
     def enters(self, equation: Equation) -> bool:

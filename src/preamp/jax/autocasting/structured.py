@@ -38,6 +38,9 @@ def _call(program: Program, equation: Equation) -> None:
     inside = _entered(program, equation, equation.params[key], values)
     new, precisions = inside.finish()
     program.emit(equation, values, precisions, {**equation.params, key: new})
+    for atom, result in zip(equation.outvars, inner(equation.params[key]).outvars, strict=True):
+        if inside.read(result).weight:
+            program.keep_weight(atom)
 
 
 def _jit(program: Program, equation: Equation) -> None:
@@ -173,7 +176,7 @@ def _hoisted(program: Program, equation: Equation) -> list[Value]:
 
 def _carried(program: Program, value: Value, atom: Atom) -> Value:
     """Return a value that a loop carries: in its dtype, and not a known scalar, since it changes."""
-    return program.written(value, atom.aval)._replace(scalar=None, weak=False)
+    return program.written(value, atom.aval)._replace(scalar=None, weak=False, weight=False)
 
 
 def _program_on(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, TypeVar, overload
 
 import jax
@@ -27,6 +28,7 @@ from preamp.jax.autocasting.rewriting import Rewriter
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.autocasting.structured import handlers_of
 from preamp.jax.jaxprs import ClosedJaxpr
+from preamp.recipes import Recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,6 +58,8 @@ def autocast(
     casting: Casting | None = None,
     enabled: bool = True,
     emulate: bool = False,
+    recipe: Recipe | None = None,
+    weights: Sequence[int] = (),
 ) -> Any:
     """Return a function that computes what `fn` computes, each operator in the precision of its rule.
 
@@ -85,6 +89,9 @@ def autocast(
         emulate: rehearse the region: the same casts, dtypes and overflows, on a device that is slow in
             `dtype` or compiles its roundings away. Products compute in float32, forward and backward, and
             store their results in `dtype`, as tensor cores do.
+        recipe: rehearse it: products of an operand that the `weights` hold are quantized as it says, and all
+            else runs in its high precision, which takes the place of `dtype`.
+        weights: the places of the arguments that hold the weights, such as `(0,)`.
 
     Returns:
         The function; without `fn`, a decorator.
@@ -95,9 +102,15 @@ def autocast(
             for a primitive that the table refuses.
     """
     _check_boolean("enabled", enabled)
-    settings = region(dtype, casting, emulate)
+    settings = region(dtype, casting, emulate, recipe)
+    if recipe is not None and not weights:
+        raise CastingError(
+            "recipe= quantizes products with a weight. Write weights=(0,) if the first argument holds the weights."
+        )
     if fn is None:
-        return _Decorator(dtype, casting=casting, enabled=enabled, emulate=emulate)
+        return _Decorator(
+            dtype, casting=casting, enabled=enabled, emulate=emulate, recipe=recipe, weights=weights
+        )
     _check_function(fn)
 
     @functools.wraps(fn, updated=())
@@ -111,9 +124,10 @@ def autocast(
             # A function that ran before would be inlined as it was traced then, without the names of modules.
             with jaxprs.tracing_for(settings.name) if settings.has_modules else nullcontext():
                 call, written = _traced(program, settings)
+            are_weights = _are_weights(program, len(args), weights)
             _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=3)
             known = jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
-            jaxpr = rewrite(call.jaxpr, replace(settings, flat=known), written)
+            jaxpr = rewrite(call.jaxpr, replace(settings, flat=known), written, are_weights)
             jaxpr = with_float32_gradients(jaxpr)
             with jax.named_scope(settings.name):
                 results = jaxprs.evaluated(jaxpr, call.arrays)
@@ -190,7 +204,7 @@ def _check_boolean(name: str, value: object) -> None:
         raise CastingError(f"{name}={value!r:.60} is not a boolean. Write {name}=True or {name}=False.")
 
 
-def region(dtype: object, table: Casting | None, emulate: bool) -> Settings:
+def region(dtype: object, table: Casting | None, emulate: bool, recipe: Recipe | None = None) -> Settings:
     """Return the settings of a region.
 
     Raises:
@@ -200,12 +214,21 @@ def region(dtype: object, table: Casting | None, emulate: bool) -> Settings:
     if not isinstance(table, Casting | None):
         raise CastingError(f"casting={table!r} is not a table. Write casting=casting.DEFAULT.lower('exp').")
     table = DEFAULT if table is None else table
-    low, rules = _low(dtype), rules_of(table)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise CastingError(f"recipe={recipe!r} is not a recipe. Write recipe=preamp.recipes.MXFP8.")
+    low, rules = _low(recipe.high if recipe else dtype), rules_of(table)
+    if recipe is not None and recipe.delayed:
+        raise CastingError(
+            "The recipe takes its scales from earlier steps, which JAX's functions do not keep. Write "
+            "recipe=preamp.recipes.FLOAT8_CURRENT."
+        )
+    emulate = emulate or recipe is not None
     # The order of edits counts where there are modules, otherwise only the rules do.
     edited = repr(table.edits if table.modules else sorted(rules.items()))
     edits = f"_{zlib.crc32(edited.encode()):08x}" if table.edits else ""
-    name = f"{jaxprs.REGION}{'emulated_' * emulate}{low.name}{edits}"
-    return Settings(low, rules, emulate, name, table=table)
+    quantized = f"_{zlib.crc32(recipe.key.encode()):08x}" if recipe else ""
+    name = f"{jaxprs.REGION}{'emulated_' * emulate}{low.name}{edits}{quantized}"
+    return Settings(low, rules, emulate, name, table=table, recipe=recipe)
 
 
 def rewritten(program: Pure, settings: Settings, calls: Calls, *, stacklevel: int = 4) -> jaxprs.TracedCall:
@@ -216,19 +239,42 @@ def rewritten(program: Pure, settings: Settings, calls: Calls, *, stacklevel: in
     return call._replace(jaxpr=rewrite(call.jaxpr, settings, written))
 
 
-def rewrite(jaxpr: ClosedJaxpr, settings: Settings, written: int = 0) -> ClosedJaxpr:
+def _are_weights(program: Pure, count: int, weights: Sequence[int]) -> list[bool]:
+    """Return for each array of a call whether it is a weight.
+
+    Args:
+        program: the call; the module that the function is a method of may come before the arguments.
+        count: how many arguments the caller gave.
+        weights: the places of those that hold weights.
+    """
+    first = len(program.args) - count
+    flags: list[bool] = []
+    for place, tree in enumerate(program.args):
+        is_weight = place - first in weights
+        flags += [is_weight] * len(jaxprs.split(tree)[0])
+    return flags
+
+
+def rewrite(
+    jaxpr: ClosedJaxpr, settings: Settings, written: int = 0, are_weights: Sequence[bool] = ()
+) -> ClosedJaxpr:
     """Return a closed jaxpr as it is in a region.
 
     Args:
         jaxpr: the program.
         settings: the region's.
         written: how many results, the first ones, keep the dtypes they were written with.
+        are_weights: for each of the first operands, whether it is a weight.
 
     Raises:
         CastingError: for a rule of a primitive that does not exist, and for one that is refused.
     """
     check_names(settings.rules, jaxpr)
     values = [Value(atom, precision_of(atom.aval)) for atom in jaxpr.jaxpr.invars]
+    values = [
+        value._replace(weight=is_weight)
+        for value, is_weight in zip_longest(values, are_weights, fillvalue=False)
+    ]
     results = jaxpr.jaxpr.outvars
     kept = [precision_of(atom.aval) for atom in results[:written]]
     path = jaxprs.current_path() if settings.has_modules else ""
@@ -262,8 +308,8 @@ def _low(dtype: object) -> Precision:
             return low
     if name.startswith("float8"):
         raise CastingError(
-            f"dtype={name!r} needs a scale for each array, and autocast has none: most numbers would be 0 or "
-            "overflow. Write dtype='bfloat16'."
+            f"dtype={name!r} needs a scale for each array: without, most numbers are 0 or overflow. Write "
+            "recipe=preamp.recipes.FLOAT8_CURRENT, weights=(0,) without dtype=."
         )
     allowed = " or ".join(f"dtype={each.name!r}" for each in LOWS)
     raise CastingError(f"{dtype!r} is not a low precision that autocast knows. Write {allowed}.")

@@ -22,7 +22,10 @@ from torch.overrides import TorchFunctionMode
 from preamp.arrays import torch_compat as compat
 from preamp.autocasting.tables import Casting, Edit
 from preamp.errors import UsageError
-from preamp.torch.autocasting import operators, recurrent, rules
+from preamp.recipes.values import KNOWN, Recipe
+from preamp.torch.autocasting import delayed, operators, recurrent, rules
+from preamp.torch.autocasting.delayed import Scales
+from preamp.torch.autocasting.quantized import fits, linear
 from preamp.torch.autocasting.rounding import rounded, stored
 from preamp.torch.autocasting.rules import LOW, UNCACHED, Action, Edits
 from preamp.torch.autocasting.weight_cache import cast_weight
@@ -68,7 +71,9 @@ class EditMode(TorchFunctionMode):
     Attributes:
         device_type: whose tensors are cast.
         key: identifies the edits that hold, for `edits_of`; `NONE` while a region inside has its own.
-        outside: the keys that held outside of the modules that are running, outermost first.
+        outside: the keys, modules and paths that held outside of the modules that are running, outermost first.
+        module: what keeps the scales of a delayed recipe: the module that is running; None without a model.
+        path: of that module.
         counters: what counts the calls, outermost first.
     """
 
@@ -77,8 +82,34 @@ class EditMode(TorchFunctionMode):
     def __init__(self, device_type: str, key: str) -> None:
         super().__init__()
         self.device_type = device_type
-        self.outside: tuple[str, ...] = ()
+        self.outside: tuple[tuple[str, nn.Module | None, str], ...] = ()
+        self.module: nn.Module | None = None
+        self.path = ""
+        self._calls: dict[str, int] = {}
         self.become(key)
+
+    def enter(self, key: str, module: nn.Module, path: str) -> None:
+        """Replace the edits that hold by those inside of a module."""
+        self.outside = (*self.outside, (self.key, self.module, self.path))
+        self.module, self.path = module, path
+        self.become(key)
+
+    def leave(self) -> None:
+        """Put back what held outside of the module that is running."""
+        if self.outside:
+            key, self.module, self.path = self.outside[-1]
+            self.outside = self.outside[:-1]
+            self.become(key)
+
+    def _scales(self, x: Tensor) -> Scales:
+        """Return the scales of the next product, of a delayed recipe."""
+        recipe = recipe_in(self.key)
+        if self.module is None or not recipe.delayed:
+            return []
+        call = self._calls.get(self.path, 0)
+        self._calls[self.path] = call + 1
+        delayed.make(self.module, call, recipe.key, str(x.device))
+        return delayed.scales_of(self.module, call)
 
     def become(self, key: str) -> None:
         """Replace the edits that hold."""
@@ -160,12 +191,13 @@ class EditMode(TorchFunctionMode):
                 return recurrent.step_by_step(name, *args, **kwargs)
         if action in UNCACHED:
             return _run_uncached(action, device_type, low, func, args, kwargs)
+        scales = self._scales(args[0]) if action == "quantized" else []
         if compat.in_trace():  # graphs record regions, and not what `set_autocast_enabled` does
             with TorchAutocast(device_type, enabled=False):
-                return _run(action, device_type, low, self.key, func, args, kwargs)
+                return _run(action, device_type, low, self.key, func, args, kwargs, scales)
         torch.set_autocast_enabled(device_type, False)
         try:
-            return _run(action, device_type, low, self.key, func, args, kwargs)
+            return _run(action, device_type, low, self.key, func, args, kwargs, scales)
         finally:
             torch.set_autocast_enabled(device_type, True)
 
@@ -214,13 +246,19 @@ def _run(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    scales: Scales,
 ) -> Any:
-    """Call a function with its inputs cast, while autocast is off."""
+    """Call a function with its inputs cast, while autocast is off; scales are those of a delayed recipe."""
     if action == "untouched" or kwargs.get("out") is not None:
         return func(*args, **kwargs)
     values = [*args, *kwargs.values()] if kwargs else args
     if action == "product":
         return _product(device_type, low_in(key, low), is_counted(key), func, args, kwargs)
+    if action == "quantized":
+        recipe = recipe_in(key)
+        if fits(recipe, *args, **kwargs):
+            return linear(*args, **kwargs, recipe=recipe, scales=scales)
+        return _product(device_type, low, is_counted(key), func, args, kwargs)
     if action == "in float32" or action == "without kernel":
         return _in_float32(device_type, func, args, kwargs)
     if action == "widest":
@@ -447,6 +485,13 @@ def low_in(key: str, low: torch.dtype) -> torch.dtype:
     return DTYPES[scope.rule] if scope and scope.rule in LOW else low
 
 
+def recipe_in(key: str) -> Recipe:
+    """Return the recipe of linear layers."""
+    recipe = rules.recipe_of(_edits[key])
+    assert recipe is not None
+    return recipe
+
+
 def is_counted(key: str) -> bool:
     """Return whether calls are counted for a report."""
     return _edits[key].counted
@@ -458,6 +503,7 @@ def key_inside(
     table: tuple[tuple[Edit, ...], tuple[str, ...]] | None,
     dtype: torch.dtype | None,
     emulate: bool,
+    recipe: str,
     counted: bool,
     owner: str,
 ) -> str:
@@ -469,6 +515,7 @@ def key_inside(
         table: the edits and optional names of the region's table; None takes the table around it.
         dtype: what the region is asked for.
         emulate: whether the region is a rehearsal; it is one inside of one.
+        recipe: the key of its recipe; empty takes that of the region around it.
         counted: whether calls are counted.
         owner: identifies the model that the table's rules of modules are about.
 
@@ -478,11 +525,12 @@ def key_inside(
     outer = edits_of(around)
     edits = outer._replace(
         device_type=device_type,
-        emulate=outer.emulate or emulate,
+        emulate=outer.emulate or emulate or bool(recipe),
         counted=counted,
+        recipe=KNOWN[recipe] if recipe else outer.recipe,
     )
     made = None if table is None else Casting.of(*table)
-    rules.validate(made, dtype, emulate)
+    rules.validate(made, dtype, emulate, edits.recipe if recipe else None)
     if made is not None:
         edits = edits._replace(table=made, optional=made.optional, scope=None, owner=owner)
     return key_of(edits)
@@ -493,6 +541,7 @@ compat.mark_constant(action_in_graph)
 compat.mark_constant(name_in_graph)
 compat.mark_constant(low_in)
 compat.mark_constant(is_counted)
+compat.mark_constant(recipe_in)
 
 
 @contextmanager

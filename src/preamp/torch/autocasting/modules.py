@@ -18,8 +18,13 @@ from preamp.torch.autocasting import modes
 NEAREST = 3
 
 
-def find(model: nn.Module, table: Casting) -> list[tuple[nn.Module, str]]:
+def find(model: nn.Module, table: Casting, delayed: bool) -> list[tuple[nn.Module, str]]:
     """Return the modules of a model that a table has rules for, each with a path.
+
+    Args:
+        model: whose paths the patterns of the table are about.
+        table: any.
+        delayed: also those that keep the scales of a delayed recipe, because they have a weight.
 
     Raises:
         CastingError: for a pattern that names no module, with the nearest paths, and for a module that has
@@ -27,7 +32,15 @@ def find(model: nn.Module, table: Casting) -> list[tuple[nn.Module, str]]:
     """
     named = dict(model.named_modules(remove_duplicate=False))
     names = tuple((path, id(module)) for path, module in named.items())
-    return [(named[path], path) for path, _ in _with_rules(type(model).__name__, names, table)]
+    found = dict.fromkeys(path for path, _ in _with_rules(type(model).__name__, names, table))
+    if delayed:
+        found |= dict.fromkeys(path for path, module in model.named_modules() if has_weight(module))
+    return [(named[path], path) for path in found]
+
+
+def has_weight(module: nn.Module) -> bool:
+    """Return whether a module has a matrix of its own, which a linear layer may take."""
+    return any(parameter is not None and parameter.dim() == 2 for parameter in module._parameters.values())
 
 
 def _with_rules(kind: str, names: tuple[tuple[str, int], ...], table: Casting) -> list[tuple[str, int]]:
@@ -71,7 +84,9 @@ def followed(found: Iterable[tuple[nn.Module, str]], device_type: str, owner: st
 
 
 @contextmanager
-def followed_in_graph(model: nn.Module, device_type: str, key: str, owner: str) -> Iterator[None]:
+def followed_in_graph(
+    model: nn.Module, device_type: str, key: str, owner: str, delayed: bool
+) -> Iterator[None]:
     """Have the modes follow the modules of a model in code that is traced.
 
     Args:
@@ -79,9 +94,12 @@ def followed_in_graph(model: nn.Module, device_type: str, key: str, owner: str) 
         device_type: of the modes.
         key: of the edits with the table.
         owner: their `Edits.owner`.
+        delayed: as in `find`.
     """
     names = [(path, id(module)) for path, module in model.named_modules(remove_duplicate=False)]
     paths = dict(with_rules_in_graph(key, type(model).__name__, tuple(names)))
+    if delayed:
+        paths |= {id(module): path for path, module in model.named_modules() if has_weight(module)}
 
     def before(module: nn.Module, args: object) -> None:
         if id(module) in paths:
@@ -102,16 +120,14 @@ def followed_in_graph(model: nn.Module, device_type: str, key: str, owner: str) 
 def _enter(device_type: str, owner: str, known: int, path: str, module: nn.Module, args: object) -> None:
     mode = modes.current(device_type)
     if mode is not None and id(module) == known:
-        mode.outside = (*mode.outside, mode.key)
-        mode.become(key_in_module(mode.key, owner, path))
+        mode.enter(key_in_module(mode.key, owner, path), module, path)
 
 
 @untraced
 def _leave(device_type: str, owner: str, known: int, module: nn.Module, args: object, result: object) -> None:
     mode = modes.current(device_type)
-    if mode is not None and mode.outside and id(module) == known:
-        mode.become(mode.outside[-1])
-        mode.outside = mode.outside[:-1]
+    if mode is not None and id(module) == known:
+        mode.leave()
 
 
 def with_rules_in_graph(

@@ -29,9 +29,10 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from preamp.arrays import torch_compat as compat
 from preamp.arrays.torch_compat import UnmanagedAutocast, outside_of_graphs, traced_autocast, untraced
-from preamp.autocasting.tables import Casting
+from preamp.autocasting.tables import DEFAULT, Casting
 from preamp.checks import level_of_caller
 from preamp.errors import UsageError
+from preamp.recipes import Recipe
 from preamp.torch.autocasting import modes, modules, operators, rules
 from preamp.torch.autocasting.generators import is_stepwise, wrap
 from preamp.torch.autocasting.modes import EditMode
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 TorchAutocast = torch.autocast  # read once: users may replace torch.autocast by ours
 CASTABLE = (torch.float16, torch.bfloat16)
-EDITS = ("casting", "model", "report", "emulate")  # arguments that PyTorch's own has not
+EDITS = ("casting", "model", "report", "emulate", "recipe")  # arguments that PyTorch's own has not
 
 # Device types and dtypes for which PyTorch's constructor raises and warns of nothing.
 _working: set[tuple[str, torch.dtype]] = {("cpu", dtype) for dtype in CASTABLE}
@@ -180,18 +181,19 @@ class autocast(TorchAutocast):  # PyTorch's name
         model: torch.nn.Module | None = None,
         report: bool = False,
         emulate: bool = False,
+        recipe: Recipe | None = None,
     ) -> Self:
         """Choose the class: `EditedRegion` for edits, PyTorch's own while PyTorch traces."""
         if is_compiling() and compat.in_trace() and cls is autocast:
             given = device_type, dtype, enabled, cache_enabled
-            if casting is None and not report and not emulate:
+            if casting is None and not report and not emulate and recipe is None:
                 if is_dynamo_compiling():
                     _trace_backward_without_autocast()
                 # The compiler and torch.export recognize PyTorch's own class and know how to write it down.
                 return (traced_autocast if is_dynamo_compiling() else TorchAutocast)(*given)  # type: ignore[return-value]
             if is_dynamo_compiling():
-                return _in_graph(*given, casting, model, report, emulate)  # type: ignore[return-value]
-        if cls is autocast and (casting is not None or report or emulate):
+                return _in_graph(*given, casting, model, report, emulate, recipe)  # type: ignore[return-value]
+        if cls is autocast and (casting is not None or report or emulate or recipe is not None):
             return object.__new__(EditedRegion)
         return object.__new__(cls)
 
@@ -206,10 +208,11 @@ class autocast(TorchAutocast):  # PyTorch's name
         model: torch.nn.Module | None = None,
         report: bool = False,
         emulate: bool = False,
+        recipe: Recipe | None = None,
     ) -> None:
-        if casting is not None or report or emulate:
+        if casting is not None or report or emulate or recipe is not None:
             raise UsageError(
-                f"{type(self).__name__} is a subclass of autocast and takes no casting, report or emulate. "
+                f"{type(self).__name__} is a subclass of autocast and takes no casting, report, emulate or recipe. "
                 "Write autocast(...)."
             )
         low = get_autocast_dtype(device_type) if dtype is None and type(device_type) is str else dtype
@@ -376,13 +379,16 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         model: torch.nn.Module | None = None,
         report: bool = False,
         emulate: bool = False,
+        recipe: Recipe | None = None,
     ) -> None:
-        rules.validate(casting, dtype, emulate)
-        self._arguments = (device_type, dtype, enabled, cache_enabled, casting, model, report, emulate)
-        known = _model_of(casting, model)
+        rules.validate(casting, dtype, emulate, recipe)
+        self._arguments = device_type, dtype, enabled, cache_enabled, casting, model, report, emulate, recipe
+        known = _model_of(casting, model, recipe)
+        self._owner, self._model = (str(id(known)), known) if known is not None else ("", None)
         # A model that is being copied together with a region it holds has no modules yet.
         self._modules = self._find() if known is not None and "_modules" in vars(known) else None
-        self._owner = str(id(known)) if known is not None else ""
+        if recipe is not None:
+            dtype = modes.DTYPES[recipe.high]
         super().__init__(device_type, dtype, enabled, cache_enabled)
         self.device = device_type.partition(":")[0]
         if not operators.has_autocast(self.device):
@@ -391,7 +397,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
                 f"{torch.__version__} has none for {self.device!r}. Write autocast({device_type!r}) without "
                 "them."
             )
-        self._casting, self._emulate = casting, emulate
+        self._casting, self._emulate, self._recipe = casting, emulate, recipe.key if recipe else ""
         self._counter: CastCounter | None = None
         self._keys: dict[tuple[str, bool], str] = {}
         if report:
@@ -409,6 +415,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
             self._modules = self._find()
         outer = modes.current(self.device)
         mode = self._mode(outer)
+        mode.module = self._model if self._model is not None or outer is None else outer.module
         super().__enter__()
         entry = _Edited(self, mode, outer)
         _local.thread.edited.append(entry)
@@ -471,7 +478,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
 
     def __repr__(self) -> str:
         names = ("dtype", "enabled", "cache_enabled", *EDITS)
-        defaults = (None, True, None, None, None, False, False)
+        defaults = (None, True, None, None, None, False, False, None)
         given = zip(names, self._arguments[1:], defaults, strict=True)
         shown = [
             f"{name}={type(value).__name__ if name == 'model' else repr(value)}"
@@ -488,8 +495,9 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
 
     def _find(self) -> list[tuple[torch.nn.Module, str]]:
         """Return the modules that the table has rules for, each with its path."""
-        *_, table, model, _, _ = self._arguments
-        return modules.find(model, table) if table is not None and model is not None else []
+        *_, table, _, _, _, recipe = self._arguments
+        assert self._model is not None
+        return modules.find(self._model, table or DEFAULT, recipe is not None and recipe.delayed)
 
     def _mode(self, outer: EditMode | None) -> EditMode:
         """Return a mode with this region's edits and those of the edited region around it."""
@@ -499,7 +507,7 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         if (around, bool(counters)) not in self._keys:
             table = (self._casting.edits, self._casting.optional) if self._casting else None
             self._keys[around, bool(counters)] = modes.key_inside(
-                around, self.device, table, None, self._emulate, bool(counters), self._owner
+                around, self.device, table, None, self._emulate, self._recipe, bool(counters), self._owner
             )
         return modes.mode_of(self.device, self._keys[around, bool(counters)], counters)
 
@@ -515,32 +523,43 @@ def _again(*arguments: Any) -> autocast:
 @contextmanager
 def _in_graph(*arguments: Any) -> Iterator[None]:
     """Enter a region with edits in code that is traced."""
-    device_type, dtype, enabled, _, casting, model, report, emulate = arguments
+    device_type, dtype, enabled, _, casting, model, report, emulate, recipe = arguments
     if report:
         _refuse_report()
     if is_dynamo_compiling():
         modes.check_export()
         _trace_backward_without_autocast()
+    if recipe is not None:
+        dtype = modes.DTYPES[recipe.high]
     device = device_type.partition(":")[0]
     outer = modes.current(device)
     around = modes.NONE if outer is None else outer.key
     table = None if casting is None else (casting.edits, casting.optional)
-    model = _model_of(casting, model)
+    model = _model_of(casting, model, recipe)
     owner = "" if model is None else str(id(model))
-    key = modes.key_inside(around, device, table, dtype, emulate, False, owner)
+    key = modes.key_inside(around, device, table, dtype, emulate, recipe.key if recipe else "", False, owner)
     # Without the cache, so that the gradients of a weight add up in float32: most backends have none anyway.
     with TorchAutocast(device_type, dtype, enabled, False), modes.in_force(device, key):
         if model is None:
             yield
         else:
-            with modules.followed_in_graph(model, device, key, owner):
+            mode = modes.current(device)
+            mode.module = model
+            with modules.followed_in_graph(model, device, key, owner, recipe is not None and recipe.delayed):
                 yield
 
 
-def _model_of(casting: Casting | None, model: torch.nn.Module | None) -> torch.nn.Module | None:
-    """Return the model whose modules a table has rules for, if it has any."""
-    if casting is None or not casting.modules:
+def _model_of(
+    casting: Casting | None, model: torch.nn.Module | None, recipe: Recipe | None
+) -> torch.nn.Module | None:
+    """Return the model whose modules a table has rules for, or keep a recipe's scales, if any do."""
+    if (casting is None or not casting.modules) and (recipe is None or not recipe.delayed):
         return None
+    if recipe is not None and recipe.delayed and not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"The recipe takes its scales from earlier steps, and model={model!r} does not keep them. Write "
+            "autocast(..., recipe=recipe, model=model)."
+        )
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
             f"The table has rules for modules, and model={model!r} is not a module. Write "

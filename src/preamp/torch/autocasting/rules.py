@@ -10,6 +10,7 @@ import torch
 
 from preamp.autocasting.tables import DEFAULT, Casting, Rule, Scope
 from preamp.errors import CastingError
+from preamp.recipes.values import KNOWN, Recipe
 from preamp.torch.autocasting import operators, recurrent
 
 Action: TypeAlias = Literal[
@@ -17,6 +18,7 @@ Action: TypeAlias = Literal[
     "float16",
     "bfloat16",
     "product",
+    "quantized",
     "recurrent",
     "in float32",
     "without kernel",
@@ -33,6 +35,7 @@ Action: TypeAlias = Literal[
 
 - "float16", "bfloat16": run it in that precision, whatever the region's is;
 - "product": compute it in float32, of inputs in low precision, and store the result in it;
+- "quantized": compute its three products by a recipe;
 - "recurrent": run a recurrent network step by step, so that its products are seen;
 - "in float32": the same for another operator, if its inputs are in low precision;
 - "without kernel": "in float32", because this device has no kernel for the low precision;
@@ -58,6 +61,7 @@ class Edits(NamedTuple):
         table: the rules that replace PyTorch's.
         optional: `table.optional`, which is not part of the table's equality.
         emulate: whether it is a rehearsal of a GPU: CUDA's rules, and products that compute in float32.
+        recipe: how the products of linear layers are quantized.
         scope: what the table says of the module that is running; None outside of modules that it names.
         counted: whether calls are counted that PyTorch's autocast casts without us.
         owner: identifies the model that the table's rules of modules are about.
@@ -67,12 +71,13 @@ class Edits(NamedTuple):
     table: Casting = DEFAULT
     optional: tuple[str, ...] = ()
     emulate: bool = False
+    recipe: Recipe | None = None
     scope: Scope | None = None
     counted: bool = False
     owner: str = ""
 
 
-def validate(casting: object, dtype: torch.dtype | None, emulate: object) -> None:
+def validate(casting: object, dtype: torch.dtype | None, emulate: object, recipe: object) -> None:
     """Check the arguments of a region that edits.
 
     Raises:
@@ -89,6 +94,18 @@ def validate(casting: object, dtype: torch.dtype | None, emulate: object) -> Non
             "after `from preamp import casting`."
         )
     operators.resolve(casting or DEFAULT)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise CastingError(f"recipe={recipe!r} is not a recipe. Write recipe=preamp.recipes.MXFP8.")
+    if isinstance(recipe, Recipe) and dtype is not None and str(dtype) != f"torch.{recipe.high}":
+        raise CastingError(
+            f"dtype={dtype}, and the recipe's high precision is {recipe.high}. Write recipe= without dtype=, or "
+            f"dataclasses.replace(recipe, high={str(dtype).removeprefix('torch.')!r})."
+        )
+    if emulate and str(dtype).startswith("torch.float8"):
+        raise CastingError(
+            f"dtype={dtype} is rehearsed with the scales that training in it has. Write "
+            "recipe=preamp.recipes.FLOAT8_CURRENT, without dtype= and emulate=."
+        )
     if emulate and dtype not in (None, torch.float16, torch.bfloat16):
         raise CastingError(
             f"dtype={dtype} cannot be rehearsed: GPUs have no autocast to it. Write dtype=torch.float16 or "
@@ -156,6 +173,8 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
     for name, rule in _rules(edits).items():
         if rule == "lower" and edits.emulate and products.get(name) == "lower":
             changed[name] = "recurrent" if name in recurrent.NAMES else "product"
+            if name == "linear" and recipe_of(edits) is not None:
+                changed[name] = "quantized"
         elif rule == "lower" and scope and (scope.rule == "float16" or scope.rule == "bfloat16"):
             changed[name] = scope.rule
         elif rule != listed.get(name):
@@ -192,6 +211,13 @@ def _actions_of_operators(edits: Edits) -> dict[str, Action]:
         changed["pad"] = "padding"
     # What is written in place keeps its dtype, whatever the rule; but it can be refused.
     return changed | {f"{name}_": action for name, action in changed.items() if action == "refuse"}
+
+
+def recipe_of(edits: Edits) -> Recipe | None:
+    """Return the recipe of the module that is running, or of the region."""
+    if edits.scope is None or edits.scope.rule == "default":
+        return edits.recipe
+    return KNOWN.get(edits.scope.rule)
 
 
 def _edited(edits: Edits) -> dict[str, Rule]:
