@@ -17,8 +17,7 @@ from torch import Tensor
 
 from preamp.recipes import Quant
 from preamp.recipes.arithmetic import rounded
-from preamp.torch.quantizing import quantize
-from preamp.torch.quantizing import ARRAYS
+from preamp.torch.quantizing import ARRAYS, quantize
 
 ROWS, COLUMNS = 128, 384
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -144,9 +144,8 @@ class Casting:
         """
         _check_pattern(pattern, rule)
         if isinstance(rule, Recipe):
-            rule = rule.key
-        else:
-            _check_rule(rule, MODULE_RULES, pattern)
+            return self._with([Edit("modules", pattern, rule.key)])
+        _check_rule(rule, MODULE_RULES, pattern)
         return self._with([Edit("modules", pattern, rule)])
 
     @property

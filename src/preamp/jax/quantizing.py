@@ -31,7 +31,8 @@ def _amax(x: Array, axes: tuple[int, ...]) -> Array:
 def _divided(numerator: Array | float, x: Array | float) -> Array:
     """Return a quotient that XLA does not make a product with a reciprocal, which rounds twice."""
     numerator, x = jnp.broadcast_arrays(jnp.asarray(numerator, jnp.float32), jnp.asarray(x, jnp.float32))
-    return numerator / lax.optimization_barrier(x)
+    quotient: Array = numerator / lax.optimization_barrier(x)
+    return quotient
 
 
 ARRAYS: Any = SimpleNamespace(

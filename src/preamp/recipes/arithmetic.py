@@ -107,7 +107,7 @@ def exponent(xp: Arrays, x: Array, up: bool = False) -> Array:
 
 
 def rounded(xp: Arrays, x: Array, name: str, noise: Array | None = None) -> Array:
-    """Round float32 to a format's numbers; what is beyond the largest one becomes it, and NaN if there is none.
+    """Round float32 to a format's numbers. What is beyond the largest becomes it, and NaN if there is none.
 
     Args:
         xp: the framework.

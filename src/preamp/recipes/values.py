@@ -42,8 +42,10 @@ FORMATS: dict[str, Format] = {
 SCALES: dict[Owner, frozenset[tuple[Stored, Rounding]]] = {
     "transformer_engine": frozenset([("float32", ""), ("float32", "down"), ("e8m0", "up"), ("e4m3", "")]),
     "torchao": frozenset(
-        [("float32", ""), ("float32", "down"), ("e4m3", "")]
-        + [("e8m0", each) for each in ("up", "floor", "ceil", "even")]
+        [
+            *(("float32", ""), ("float32", "down"), ("e4m3", "")),
+            *(("e8m0", "up"), ("e8m0", "floor"), ("e8m0", "ceil"), ("e8m0", "even")),
+        ]
     ),
     "deepgemm": frozenset([("float32", ""), ("e8m0", "up")]),
     "qwix": frozenset([("float32", ""), ("e8m0", "up"), ("e4m3", "")]),
@@ -98,11 +100,11 @@ class Quant:
                     f"{name}={value!r} does not exist. Write one of {', '.join(map(repr, known))}."
                 )
         if (self.scale, self.exponent) not in SCALES[self.owner]:
-            known = ", ".join(
+            scales = ", ".join(
                 f"scale={stored!r}, exponent={power!r}" for stored, power in sorted(SCALES[self.owner])
             )
             raise CastingError(
-                f"{self.owner} has no scale={self.scale!r} with exponent={self.exponent!r}. It has {known}."
+                f"{self.owner} has no scale={self.scale!r} with exponent={self.exponent!r}. It has {scales}."
             )
         is_pair = isinstance(self.block, tuple) and len(self.block) == 2
         if not is_pair or not all(type(size) is int and size >= 0 for size in self.block):

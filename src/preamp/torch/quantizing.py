@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from preamp.recipes import Quant
-from preamp.recipes import arithmetic
+from preamp.recipes import Quant, arithmetic
 
 __all__ = ["quantize"]
 
@@ -57,4 +56,5 @@ def quantize(x: Tensor, quant: Quant, axis: int = -1, draw: int = 0) -> Tensor:
     """
     moved = x.detach().float().movedim(axis, -1)
     matrix = moved.reshape(-1, moved.shape[-1])
-    return arithmetic.quantized(ARRAYS, matrix, quant, draw).reshape(moved.shape).movedim(-1, axis)
+    low: Tensor = arithmetic.quantized(ARRAYS, matrix, quant, draw).reshape(moved.shape)
+    return low.movedim(-1, axis)

@@ -52,7 +52,7 @@ class Quants(NamedTuple):
         return self.recipe.quants[2 * self.product + (place != self.first)]
 
     def transposed(self, place: int) -> Quants:
-        """Return those of the product of a gradient, which comes first, for the operand at a place of fprop."""
+        """Return those of a gradient's product, where the gradient comes first, for an operand of fprop."""
         return Quants(self.recipe, 1 if place == self.first else 2, 0)
 
 
@@ -312,7 +312,7 @@ def _quantized(operands: Sequence[Array], quants: Quants, numbers: Any) -> Array
         numbers: its `dimension_numbers`, without axes of a batch.
     """
     shape: list[int] = []
-    lows = []
+    lows: list[Array] = []
     for place, (operand, summed) in enumerate(zip(operands, numbers[0], strict=True)):
         free = [axis for axis in range(operand.ndim) if axis not in summed]
         shape += [operand.shape[axis] for axis in free]
@@ -320,7 +320,7 @@ def _quantized(operands: Sequence[Array], quants: Quants, numbers: Any) -> Array
         low = lax.transpose(operand, (*free, *summed)).reshape(-1, length).astype(FLOAT32)
         quant = quants.of(place)
         lows.append(low if quant is None else quantized(ARRAYS, low, quant))
-    product = lax.dot_general(*lows, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+    product = lax.dot_general(lows[0], lows[1], (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
     return product.reshape(shape)
 
 

@@ -198,9 +198,9 @@ class Program:
             return {}
         if "transpose(" in str(equation.source_info.name_stack):
             raise UsageError(
-                f"{jaxprs.source_line(equation)} is differentiated inside of a region with a recipe, which does not "
-                "know there which product is a gradient's. Write jax.grad(autocast(loss_fn, recipe=recipe, "
-                "weights=(0,)))."
+                f"{jaxprs.source_line(equation)} is differentiated inside of a region with a recipe, which "
+                "does not know there which product is a gradient's. Write jax.grad(autocast(loss_fn, "
+                "recipe=recipe, weights=(0,)))."
             )
         if sum(weights) != 1 or not fits(recipe, equation):
             return {}

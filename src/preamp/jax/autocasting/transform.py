@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any, TypeVar, overload
 
 import jax
@@ -105,7 +104,8 @@ def autocast(
     settings = region(dtype, casting, emulate, recipe)
     if recipe is not None and not weights:
         raise CastingError(
-            "recipe= quantizes products with a weight. Write weights=(0,) if the first argument holds the weights."
+            "recipe= quantizes products with a weight. Write weights=(0,) if the first argument holds the "
+            "weights."
         )
     if fn is None:
         return _Decorator(
@@ -270,10 +270,10 @@ def rewrite(
         CastingError: for a rule of a primitive that does not exist, and for one that is refused.
     """
     check_names(settings.rules, jaxpr)
-    values = [Value(atom, precision_of(atom.aval)) for atom in jaxpr.jaxpr.invars]
+    weights = (*are_weights, *[False] * (len(jaxpr.jaxpr.invars) - len(are_weights)))
     values = [
-        value._replace(weight=is_weight)
-        for value, is_weight in zip_longest(values, are_weights, fillvalue=False)
+        Value(atom, precision_of(atom.aval), weight=is_weight)
+        for atom, is_weight in zip(jaxpr.jaxpr.invars, weights, strict=True)
     ]
     results = jaxpr.jaxpr.outvars
     kept = [precision_of(atom.aval) for atom in results[:written]]

@@ -14,11 +14,9 @@ from preamp.recipes.values import KNOWN
 
 __all__ = ["load_recipe_state", "recipe_state"]
 
-NAME = (
-    "_preamp_scales_"  # of attributes of modules, with the number of the call in a region: neither parameters
-)
-# nor buffers, so that `state_dict`, optimizers and DDP do not know of them
-
+# Of attributes of modules, with the number of the call in a region: neither parameters nor buffers, so that
+# `state_dict`, optimizers and DDP do not know of them.
+NAME = "_preamp_scales_"
 
 Scales = list[Tensor]
 """What a call reads and writes: `first_state` and what follows for the operands of fprop, dgrad and wgrad."""

@@ -71,7 +71,7 @@ class EditMode(TorchFunctionMode):
     Attributes:
         device_type: whose tensors are cast.
         key: identifies the edits that hold, for `edits_of`; `NONE` while a region inside has its own.
-        outside: the keys, modules and paths that held outside of the modules that are running, outermost first.
+        outside: the keys, modules and paths that held outside of the running modules, outermost first.
         module: what keeps the scales of a delayed recipe: the module that is running; None without a model.
         path: of that module.
         counters: what counts the calls, outermost first.

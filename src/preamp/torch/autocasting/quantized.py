@@ -48,7 +48,7 @@ def fits(recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 class _Product(torch.autograd.Function):
-    """A product by a recipe, of operands in its high precision and as they are quantized for the forward pass."""
+    """A product by a recipe, of operands in its high precision and as quantized for the forward pass."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, low_x: Tensor, low_w: Tensor, recipe: Recipe, scales: Scales) -> Tensor:
@@ -91,4 +91,5 @@ def _operand(x: Tensor, recipe: Recipe, place: int, scales: Scales, keeps: bool 
     low = quantized(ARRAYS, x, quant, scale=state[int(again)].clone())
     if not keeps and not again:
         state.copy_(next_state(ARRAYS, quant, state, x))
-    return low
+    result: Tensor = low
+    return result

@@ -212,8 +212,8 @@ class autocast(TorchAutocast):  # PyTorch's name
     ) -> None:
         if casting is not None or report or emulate or recipe is not None:
             raise UsageError(
-                f"{type(self).__name__} is a subclass of autocast and takes no casting, report, emulate or recipe. "
-                "Write autocast(...)."
+                f"{type(self).__name__} is a subclass of autocast and takes no casting, report, emulate or "
+                "recipe. Write autocast(...)."
             )
         low = get_autocast_dtype(device_type) if dtype is None and type(device_type) is str else dtype
         if low is not None and (device_type, low) in _working:
@@ -384,7 +384,8 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
         rules.validate(casting, dtype, emulate, recipe)
         self._arguments = device_type, dtype, enabled, cache_enabled, casting, model, report, emulate, recipe
         known = _model_of(casting, model, recipe)
-        self._owner, self._model = (str(id(known)), known) if known is not None else ("", None)
+        self._owner = "" if known is None else str(id(known))
+        self._model: torch.nn.Module | None = known
         # A model that is being copied together with a region it holds has no modules yet.
         self._modules = self._find() if known is not None and "_modules" in vars(known) else None
         if recipe is not None:
@@ -544,6 +545,7 @@ def _in_graph(*arguments: Any) -> Iterator[None]:
             yield
         else:
             mode = modes.current(device)
+            assert mode is not None
             mode.module = model
             with modules.followed_in_graph(model, device, key, owner, recipe is not None and recipe.delayed):
                 yield

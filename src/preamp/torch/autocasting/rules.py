@@ -98,8 +98,8 @@ def validate(casting: object, dtype: torch.dtype | None, emulate: object, recipe
         raise CastingError(f"recipe={recipe!r} is not a recipe. Write recipe=preamp.recipes.MXFP8.")
     if isinstance(recipe, Recipe) and dtype is not None and str(dtype) != f"torch.{recipe.high}":
         raise CastingError(
-            f"dtype={dtype}, and the recipe's high precision is {recipe.high}. Write recipe= without dtype=, or "
-            f"dataclasses.replace(recipe, high={str(dtype).removeprefix('torch.')!r})."
+            f"dtype={dtype}, and the recipe's high precision is {recipe.high}. Write recipe= without dtype=, "
+            f"or dataclasses.replace(recipe, high={str(dtype).removeprefix('torch.')!r})."
         )
     if emulate and str(dtype).startswith("torch.float8"):
         raise CastingError(
