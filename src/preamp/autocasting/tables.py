@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 from preamp.errors import CastingError
-from preamp.recipes.values import KNOWN, NAMES, Recipe
+from preamp.recipes.values import KNOWN, Recipe, named
 
 __all__ = [
     "CPU",
@@ -163,6 +163,10 @@ class Casting:
         """A copy of the modules' rules: pattern to rule."""
         return {edit.name: edit.rule for edit in self.edits if edit.of == "modules"}
 
+    def without_recipes(self) -> Casting:
+        """Return the table without the rules of modules that are recipes."""
+        return Casting.of([edit for edit in self.edits if edit.rule not in KNOWN], self.optional)
+
     def scope(self, path: str) -> Scope | None:
         """Return what holds inside a module, given its path; None if no pattern matches.
 
@@ -182,6 +186,12 @@ class Casting:
         [{'operators': ['softmax'], 'rule': 'lower'}, {'modules': ['lm_head'], 'rule': 'float32'}]
         """
         alike = itertools.groupby(self._own_edits(), key=lambda edit: (edit.of, edit.rule))
+        for edit in self._own_edits():
+            if edit.rule in KNOWN and not KNOWN[edit.rule].name:
+                raise CastingError(
+                    f"The recipe of {edit.name!r} is not one of preamp.recipes, so it has no name to write. "
+                    "Keep the table in Python."
+                )
         edits = [{of: [edit.name for edit in same], "rule": rule} for (of, rule), same in alike]
         return {"table": self._base, "edits": edits}
 
@@ -241,7 +251,7 @@ class Casting:
             if of == "operators":
                 calls.append(f".{rule}({', '.join(names)})")
             else:
-                shown = NAMES.get(rule) or (rule if rule in KNOWN else repr(rule))
+                shown = _shown(rule)
                 calls.extend(f".module({name}, {shown})" for name in names)
         return f"casting.{self._base}" + "".join(calls)
 
@@ -256,18 +266,21 @@ class Casting:
         names = [names] if isinstance(names, str) else names
         if not isinstance(names, Sequence):
             raise CastingError(f"{of}: {names!r} is not a list of names. Write {_ENTRY}.")
-        rules = RULES if of == "operators" else MODULE_RULES
-        _check_rule(edit["rule"], rules, ", ".join(map(str, names)))
+        rule = edit["rule"]
+        if of == "modules" and isinstance(rule, str) and rule not in MODULE_RULES and rule[:1].isupper():
+            rule = named(rule)
+        else:
+            _check_rule(rule, RULES if of == "operators" else MODULE_RULES, ", ".join(map(str, names)))
         if not names:
             raise CastingError(f"{of}: [] names nothing. Write {_ENTRY}.")
         if of == "operators":
             for name in names:
                 if not _is_name(name):
                     raise CastingError(f"{name!r} is not the name of an operator. Write {_EXAMPLE}.")
-            return self._edited(edit["rule"], tuple(names))
+            return self._edited(rule, tuple(names))
         table = self
         for pattern in names:
-            table = table.module(pattern, edit["rule"])
+            table = table.module(pattern, rule)
         return table
 
     def _edited(self, rule: Rule, names: Sequence[str]) -> Casting:
@@ -298,6 +311,16 @@ class Casting:
     def _own_edits(self) -> tuple[Edit, ...]:
         """Return the edits that were added to the table of this module that this one began with."""
         return self.edits[len(_BASES[self._base]) :]
+
+
+def _shown(rule: str) -> str:
+    """Return a rule of modules as Python."""
+    recipe = KNOWN.get(rule)
+    if recipe is None:
+        return repr(rule)
+    base, _, high = recipe.name.partition(" without ")
+    products = "".join(f", {each}=None" for each in high.split(", ") if each)
+    return f"replace(recipes.{base}{products})" if high else f"recipes.{base}" if base else rule
 
 
 _ENTRY = "{modules: [lm_head], rule: float32} or {operators: [softmax], rule: lower}"

@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 from preamp.autocasting.report import place
 from preamp.autocasting.text_tables import WIDTH, text_table
+from preamp.recipes.values import FORMATS
 
 Direction = Literal["forward", "backward"]
 Part = Literal["product", "sensitive", "other"]
+Product = Literal["", "fprop", "dgrad", "wgrad"]
 
 ALLOWED: Mapping[Part, float] = {"product": 5.0, "sensitive": 2.0, "other": 3.0}
 """The effect that is expected of an operator, in unit roundoffs of the step's low precision."""
@@ -36,18 +38,13 @@ ONLY_PRODUCTS = (
 )
 UNEXPLAINED = 8.0  # unit roundoffs: a change of the loss that the rows do not predict
 ROUNDOFFS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-SHORT = {
-    "float32": "f32",
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-}
+ROUNDOFFS |= {name: 2.0 ** -(form.mantissa + 1) for name, form in FORMATS.items()}
+SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
 class BlameRow:
-    """The calls of one operator at one line of one module, in one direction.
+    """The calls of one operator at one line of one module, in one direction; with a recipe, of one product.
 
     Attributes:
         index: the place of the first call among the calls of the forward pass.
@@ -56,7 +53,8 @@ class BlameRow:
         direction: "forward" for its results, "backward" for the gradients of its inputs.
         source: the line that called it, such as "train.py:41"; "-" if it is not known.
         inputs: the floating-point dtypes of its inputs, such as "float32, bfloat16".
-        runs: the dtype that its results, or the gradients of its inputs, are rounded to.
+        runs: the dtype that its results, or the gradients of its inputs, are rounded to; of a product by a
+            recipe, the formats of its two operands, such as "e4m3, e5m2".
         part: "product" for operators that low precision exists for, "sensitive" for those that autocast's
             tables keep in float32, else "other".
         calls: the number of calls.
@@ -81,6 +79,9 @@ class BlameRow:
         parameter_error: the relative error of that parameter's gradient through this row alone.
         breaks: the operator that makes inf or NaN of what this row lost to zero; "it" if the row itself makes
             them of what was rounded before; empty if there are none.
+        product: which product of a linear layer it is, in a step with a recipe: "fprop", "dgrad" (the
+            gradient of its input) or "wgrad" (of its weight); else empty.
+        high_effect: its effect in the recipe's high precision alone; 0 without a recipe.
         severity: how many times more the row loses than is expected of such an operator.
     """
 
@@ -106,6 +107,8 @@ class BlameRow:
     parameter: str = ""
     parameter_error: float = 0.0
     breaks: str = ""
+    product: Product = ""
+    high_effect: float = 0.0
     severity: float = 0.0
 
     @property
@@ -117,6 +120,11 @@ class BlameRow:
     def place(self) -> str:
         """Where it ran, in words."""
         return place(self.module or MODEL, self.source)
+
+    @property
+    def where(self) -> str:
+        """In which pass, or product, in words."""
+        return self.product or f"the {self.direction} pass"
 
     @property
     def flushed(self) -> float:
@@ -152,7 +160,7 @@ class BlameRow:
         return {
             "": "*" if self.guilty else "",
             "operator": self.operator,
-            "pass": {"forward": "fwd", "backward": "bwd"}[self.direction],
+            "pass": self.product or {"forward": "fwd", "backward": "bwd"}[self.direction],
             "module": self.module or MODEL,
             "source": self.source,
             "in": _short(self.runs),
@@ -190,6 +198,8 @@ class Blame:
         low_flops: those in low precision.
         not_finite: what is inf or NaN in float32 as well, and which operator makes it first, as a sentence;
             empty if loss and gradients are finite.
+        recipe: the name of the step's recipe; empty without.
+        roundoff: the largest unit roundoff of the step's formats.
     """
 
     rows: Sequence[BlameRow]
@@ -202,6 +212,13 @@ class Blame:
     flops: int = 0
     low_flops: int = 0
     not_finite: str = ""
+    recipe: str = ""
+    roundoff: float = 2.0**-8
+
+    @property
+    def precision(self) -> str:
+        """The recipe, or the low precision of a step without one."""
+        return self.recipe or self.dtype
 
     @property
     def guilty(self) -> list[BlameRow]:
@@ -232,7 +249,7 @@ class Blame:
         elif found:
             first = found[0]
             reason = f": {first.reason}" if first.reason else ""
-            verdict = f"{first.operator} {first.place} loses most, in the {first.direction} pass{reason}."
+            verdict = f"{first.operator} {first.place} loses most, in {first.where}{reason}."
             if all(row.part == "product" and math.isfinite(row.severity) for row in found):
                 verdict = f"{verdict} {ONLY_PRODUCTS}"
         elif self.is_unexplained:
@@ -242,11 +259,11 @@ class Blame:
             )
         else:
             compared = "that could be compared " if any(FAILED in note for note in self.notes) else ""
-            verdict = f"No operator {compared}loses more than is expected in {self.dtype}."
+            verdict = f"No operator {compared}loses more than is expected in {self.precision}."
         scale = "" if self.loss_scale == 1 else f" with the loss scale {self.loss_scale:g}"
         predicted, error = (self.predicted_loss - self.float32_loss) / size, self.gradient_error
         return (
-            f"{verdict} Loss: {self.loss:.6g} in {self.dtype}{scale}, {self.float32_loss:.6g} in float32"
+            f"{verdict} Loss: {self.loss:.6g} in {self.precision}{scale}, {self.float32_loss:.6g} in float32"
             + ("" if math.isnan(change) else f"; relative difference {change:+.1e}")
             + ("" if math.isnan(change + predicted) else f", predicted {predicted:+.1e}")
             + ("." if math.isnan(error) else f". Predicted relative error of the gradients: {error:.1e}.")
@@ -256,12 +273,16 @@ class Blame:
     def is_unexplained(self) -> bool:
         """Whether the loss changes by much more than the rows predict."""
         change, rest = self.loss - self.float32_loss, self.loss - self.predicted_loss
-        allowed = UNEXPLAINED * ROUNDOFFS.get(self.dtype, 2.0**-4) * abs(self.float32_loss)
+        allowed = UNEXPLAINED * self.roundoff * abs(self.float32_loss)
         return not abs(rest) <= max(0.5 * abs(change), allowed)  # also where it is NaN in low precision alone
 
     def table(self) -> list[dict[str, str]]:
         """Return the rows as text, heading to cell."""
-        return [row.cells() for row in self.rows]
+        if not self.recipe:
+            return [row.cells() for row in self.rows]
+        high = f"in {_short(self.dtype)}"
+        rows = [row.cells() | {high: f"{row.high_effect:.1e}"} for row in self.rows]
+        return [{name: cell for name, cell in row.items() if name not in ("local", "ratio")} for row in rows]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as a dictionary of numbers, strings and lists, for JSON.
@@ -294,13 +315,35 @@ def ranked(rows: Iterable[BlameRow], roundoff: float) -> list[BlameRow]:
 
     A row's severity is the largest of three ratios to what is expected: its effect on the gradients, its
     effect on the loss, and the share of a gradient that it flushed to zero. An overflow is worse than
-    everything else, and the first one is the worst: what comes after it may be its consequence.
+    everything else, and the first one is the worst: what comes after it may be its consequence. In a step
+    with a recipe, formats differ in what is expected, and what is accused comes first, then what has the
+    largest effect.
 
     Args:
         rows: in any order.
-        roundoff: the unit roundoff of the step's low precision, half its epsilon.
+        roundoff: the unit roundoff of the step's low precision, half its epsilon; rows of a product by a
+            recipe have that of their formats.
     """
-    return _sorted(replace(row, severity=_severity(row, roundoff)) for row in rows)
+    found = [replace(row, severity=_severity(row, roundoff_of(row, roundoff))) for row in rows]
+    if not any(row.product for row in found):
+        return _sorted(found)
+    return sorted(_sorted(found), key=lambda row: (-row.guilty, -max(row.effect, abs(row.loss_effect))))
+
+
+def beside(found: Blame, high: Blame) -> Blame:
+    """Return a step with a recipe, with what its rows do in the recipe's high precision alone."""
+    effects = {_identity(row): row.effect for row in high.rows}
+    rows = [replace(row, high_effect=effects.get(_identity(row), 0.0)) for row in found.rows]
+    return replace(found, rows=rows)
+
+
+def _identity(row: BlameRow) -> tuple[str, ...]:
+    return row.module, row.operator, row.source, row.direction, row.product
+
+
+def roundoff_of(row: BlameRow, otherwise: float) -> float:
+    """Return the unit roundoff of a product's formats, which are those of a recipe; otherwise another one."""
+    return max(ROUNDOFFS[name] for name in row.runs.split(", ")) if row.product else otherwise
 
 
 def with_parameters(found: Blame, differences: Callable[[BlameRow], Iterable[tuple[float, str]]]) -> Blame:
@@ -373,9 +416,10 @@ def _ratio(severity: float) -> str:
     )
 
 
-def _short(dtype: str) -> str:
-    name = dtype.partition(" ")[0]
-    return SHORT.get(name, name)
+def _short(dtypes: str) -> str:
+    """Return dtypes or formats in a few letters; one of two that are the same."""
+    names = dict.fromkeys(dtypes.partition(" (")[0].split(", "))
+    return " ".join(SHORT.get(name, name) for name in names)
 
 
 def for_json(value: Any) -> Any:

@@ -126,10 +126,12 @@ class Once(NamedTuple):
 
 
 Operands = tuple[Quant, Quant] | None
+Product = Literal["fprop", "dgrad", "wgrad"]
+PRODUCTS: tuple[Product, ...] = get_args(Product)
+CONSTANTS: dict[str, Recipe] = {}
+"""The recipes of this module, by their names."""
 KNOWN: dict[str, Recipe] = {}
 """The recipes that have been made, by their keys, which compilers and tables hand on as strings."""
-NAMES: dict[str, str] = {}
-"""The names of the constants here, by their keys."""
 
 
 @dataclass(frozen=True)
@@ -156,12 +158,39 @@ class Recipe:
     delayed: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", repr(self))
+        object.__setattr__(self, "key", self.name or repr(self))
         x, w, g, of_w, of_g, of_x = self.quants
         once = Once(_transposes(x, of_x), _transposes(w, of_w), _transposes(g, of_g))
         object.__setattr__(self, "once", once)
         object.__setattr__(self, "delayed", any(each and each.history for each in self.quants))
         KNOWN[self.key] = self
+
+    @property
+    def name(self) -> str:
+        """The name of the constant that it is, or is but for products that stay high; "" of others.
+
+        Such as "MXFP8" and "MXFP8 without wgrad".
+        """
+        for name, constant in CONSTANTS.items():
+            high = [each for each in PRODUCTS if getattr(self, each) is None and getattr(constant, each)]
+            alike = (getattr(self, each) == getattr(constant, each) for each in PRODUCTS if each not in high)
+            if all(alike) and (self.high, self.multiple) == (constant.high, constant.multiple):
+                return f"{name} without {', '.join(high)}" if high else name
+        return ""
+
+    def without(self, *products: Product) -> Recipe:
+        """Return the recipe in which more products stay high."""
+        return replace(self, **dict.fromkeys(products))  # type: ignore[arg-type]
+
+    @property
+    def current(self) -> Recipe:
+        """The recipe that takes the scale of each call, where this one takes those of earlier ones."""
+        changed: dict[str, Operands] = {
+            each: (replace(pair[0], history=0), replace(pair[1], history=0))
+            for each in PRODUCTS
+            if (pair := getattr(self, each))
+        }
+        return replace(self, **changed)  # type: ignore[arg-type]
 
     @property
     def quants(self) -> tuple[Quant | None, ...]:
@@ -174,6 +203,23 @@ def _transposes(one: Quant | None, other: Quant | None) -> bool:
     if one is None or one != other:
         return one is other
     return one.block[0] == one.block[1] and not one.stochastic and not one.hadamard
+
+
+def named(name: str) -> Recipe:
+    """Return the recipe that has a name, such as "MXFP8" or "MXFP8 without wgrad", in any case.
+
+    Raises:
+        CastingError: if there is none.
+    """
+    base, _, products = name.partition(" without ")
+    found = CONSTANTS.get(base.upper().replace("-", "_"))
+    high = [each.strip() for each in products.split(",")] if products else []
+    if found is None or not set(high) <= set(PRODUCTS):
+        raise CastingError(
+            f"{name!r} is not a recipe. Write one of {', '.join(CONSTANTS)}, or one of them "
+            f"without products: {'MXFP8 without wgrad'!r}."
+        )
+    return replace(found, **dict.fromkeys(high))  # type: ignore[arg-type]
 
 
 def _of(x: Quant, w: Quant, g: Quant, multiple: int = 1) -> Recipe:
@@ -211,4 +257,5 @@ NVFP4_PLAIN = _of(_NV, _NV_WEIGHT, _NV, 16)
 
 for _name, _value in list(globals().items()):
     if isinstance(_value, Recipe):
-        NAMES.setdefault(_value.key, f"recipes.{_name}")
+        CONSTANTS[_name] = KNOWN[_name] = _value
+        object.__setattr__(_value, "key", _name)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,20 @@ class Counter(Protocol):
         ...
 
 
+class At(NamedTuple):
+    """Which call of a module comes next, by which a delayed recipe finds its scales.
+
+    Attributes:
+        module: that is running, with a weight; None without a model.
+        path: of it.
+        call: how many have been before in the region.
+    """
+
+    module: nn.Module | None
+    path: str
+    call: int
+
+
 class EditMode(TorchFunctionMode):
     """Runs each function by the rule that its operator has.
 
@@ -79,14 +93,22 @@ class EditMode(TorchFunctionMode):
 
     counters: tuple[Counter, ...] = ()
 
-    def __init__(self, device_type: str, key: str) -> None:
+    def __init__(self, device_type: str, key: str, at: At | None = None) -> None:
         super().__init__()
         self.device_type = device_type
         self.outside: tuple[tuple[str, nn.Module | None, str], ...] = ()
         self.module: nn.Module | None = None
         self.path = ""
         self._calls: dict[str, int] = {}
+        if at is not None:
+            self.module, self.path = at.module, at.path
+            self._calls[at.path] = at.call
         self.become(key)
+
+    @property
+    def at(self) -> At:
+        """Which call of which module is next."""
+        return At(self.module, self.path, self._calls.get(self.path, 0))
 
     def enter(self, key: str, module: nn.Module, path: str) -> None:
         """Replace the edits that hold by those inside of a module."""
@@ -492,6 +514,15 @@ def recipe_in(key: str) -> Recipe:
     return recipe
 
 
+def recipe_for(device_type: str, func: Callable[..., Any], tensors: Sequence[Tensor]) -> Recipe | None:
+    """Return the recipe that quantizes the products of a call, given its tensors; None if none does."""
+    mode = current(device_type)
+    if mode is None or not torch.is_autocast_enabled(device_type) or mode.action_of(func) != "quantized":
+        return None
+    recipe = recipe_in(mode.key)
+    return recipe if fits(recipe, *tensors) else None
+
+
 def is_counted(key: str) -> bool:
     """Return whether calls are counted for a report."""
     return _edits[key].counted
@@ -545,11 +576,11 @@ compat.mark_constant(recipe_in)
 
 
 @contextmanager
-def in_force(device_type: str, key: str) -> Iterator[None]:
-    """Put edits in force for a while, in place of those that are."""
+def in_force(device_type: str, key: str, at: At | None = None) -> Iterator[None]:
+    """Put edits in force for a while, in place of those that are; `at` is where, for a delayed recipe."""
     outer = current(device_type)
     if outer is None:
-        with EditMode(device_type, key):
+        with EditMode(device_type, key, at):
             yield
         return
     before = outer.key
@@ -558,7 +589,7 @@ def in_force(device_type: str, key: str) -> Iterator[None]:
         return
     outer.become(NONE)
     try:
-        with EditMode(device_type, key):
+        with EditMode(device_type, key, at):
             yield
     finally:
         outer.become(before)

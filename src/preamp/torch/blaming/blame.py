@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,9 +16,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from preamp.arrays import torch_compat as compat
 from preamp.autocasting.tables import Casting
-from preamp.blaming.blame import Blame, BlameRow, ranked, with_parameters
+from preamp.blaming.blame import Blame, BlameRow, beside, ranked, roundoff_of, with_parameters
 from preamp.checks import positive, shown, whole
 from preamp.errors import CastingError, UsageError
+from preamp.recipes import Recipe
+from preamp.torch.autocasting import rules
+from preamp.torch.autocasting.delayed import load_recipe_state, recipe_state
+from preamp.torch.autocasting.modes import DTYPES
 from preamp.torch.autocasting.region import autocast
 from preamp.torch.autocasting.unscaled import watch
 from preamp.torch.autocasting.weight_cache import summed_low
@@ -33,6 +38,7 @@ REPAIRED = (
     "What is not finite in low precision alone was replaced by what float32 has, at most the largest number "
     "of the format, and the loss is computed from that."
 )
+FIRST_SCALES = "No step has run in this recipe, so the scales are those of this step."
 ATTEMPTS = 4  # to find a loss scale with which nothing overflows
 
 
@@ -40,7 +46,8 @@ def blame(
     loss_fn: Callable[..., Tensor],
     *args: Any,
     model: nn.Module | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
+    recipe: Recipe | None = None,
     casting: Casting | None = None,
     loss_scale: float | None = None,
     seed: int = 0,
@@ -57,7 +64,10 @@ def blame(
         args: what it is called with.
         model: the model. Rows, and the rules of modules in `casting`, name modules by their paths in it.
             Without it, paths begin with the class of the outermost module.
-        dtype: the low precision: torch.bfloat16 or torch.float16.
+        dtype: the low precision: torch.bfloat16, also if None, or torch.float16.
+        recipe: how the products of linear layers are quantized; the low precision is then the recipe's high
+            one. Each layer has a row for each of its products, and beside it what the same product loses in
+            the high precision alone, for which the step is run once more.
         casting: edits of CUDA's table, as of `autocast(casting=...)`.
         loss_scale: what the loss is multiplied by before its backward pass. None takes the scale of the
             step's `GradScaler`; without a scaler it is 2**16 for float16 and 1 for other formats. If
@@ -92,8 +102,10 @@ def blame(
     >>> found.guilty
     []
     """
-    step = BlamedStep(loss_fn, args, model, dtype, loss_scale, seed)
+    step = BlamedStep(loss_fn, args, model, dtype, recipe, loss_scale, seed)
     found = step.run(casting)
+    if recipe is not None:
+        found = beside(found, step.in_high().run(casting))
     return with_parameters(found, lambda row: step.differences(row, casting, found.loss_scale))
 
 
@@ -105,32 +117,58 @@ class BlamedStep:
         loss_fn: Callable[..., Tensor],
         args: tuple[Any, ...],
         model: nn.Module | None,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
+        recipe: Recipe | None,
         loss_scale: float | None,
         seed: int,
     ) -> None:
-        _check(loss_fn, model, dtype, loss_scale)
+        rules.validate(None, dtype, False, recipe)
+        self.recipe = recipe
+        self.dtype = dtype or (DTYPES[recipe.high] if recipe else torch.bfloat16)
+        _check(loss_fn, model, self.dtype, loss_scale)
         whole("seed", seed, least=0, instead="seed=0")
         self._loss_fn, self._args, self._model = loss_fn, args, model
-        self._dtype, self._loss_scale, self._seed = dtype, loss_scale, seed
+        self._loss_scale, self._seed = loss_scale, seed
+        # Before the first step, the scales are those that this step would have if it were repeated.
+        self._is_first = bool(recipe and recipe.delayed and model is not None and not recipe_state(model))
+        self._runs = recipe.current if recipe and self._is_first else recipe
         tensors = [leaf for leaf in compat.tree_leaves(args) if isinstance(leaf, Tensor)]
         if model is not None:
             _refuse_sharded(model)
             tensors = [*model.parameters(), *tensors]
         self._device_type = next((tensor.device.type for tensor in tensors), "cpu")
 
+    def in_high(self) -> BlamedStep:
+        """Return the same step in the recipe's high precision alone."""
+        high = copy.copy(self)
+        high._runs, high._is_first = None, False
+        return high
+
+    @contextmanager
+    def _scales_kept(self) -> Iterator[None]:
+        """Put the scales of a delayed recipe back."""
+        state = recipe_state(self._model) if self._model is not None else {}
+        kept = copy.deepcopy(state)
+        try:
+            yield
+        finally:
+            if self._model is not None and kept:
+                load_recipe_state(self._model, kept)
+
     def run(self, casting: Casting | None) -> Blame:
         """Return the rows of all calls, with the loss scale that was asked for, or looking for one."""
         looks = self._loss_scale is None
-        first = self._loss_scale or (FIRST_SCALE if self._dtype is torch.float16 else 1.0)
-        found = self._run_with(casting, first, takes_scale=looks)
+        first = self._loss_scale or (FIRST_SCALE if self.dtype is torch.float16 else 1.0)
+        with self._scales_kept():
+            found = self._run_with(casting, first, takes_scale=looks)
         first = scale = found.loss_scale
         for _ in range(ATTEMPTS):
             high = [row for row in found.rows if row.direction == "backward" and row.overflowed]
             if not looks or not high:
                 break
             scale *= min(0.5, 2.0 ** -math.ceil(math.log2(max(row.amax / row.limit for row in high))))
-            found = self._run_with(casting, scale)
+            with self._scales_kept():
+                found = self._run_with(casting, scale)
         lowered = f"The loss scale is {scale:g}: gradients overflow with {first:g}."
         return replace(found, notes=(*self._notes(), *([lowered] if scale != first else []), *found.notes))
 
@@ -157,7 +195,10 @@ class BlamedStep:
     def _notes(self) -> list[str]:
         modules = [] if self._model is None else list(self._model.modules())
         is_compiled = compat.is_compiled(self._loss_fn) or any(map(compat.is_compiled, modules))
-        return ["What is compiled was run eagerly."] if is_compiled else []
+        return [
+            *(["What is compiled was run eagerly."] if is_compiled else []),
+            *([FIRST_SCALES] if self._is_first else []),
+        ]
 
     def _notes_of(self, recorder: Recorder) -> list[str]:
         """Return sentences about what the run has shown."""
@@ -171,7 +212,7 @@ class BlamedStep:
             )
         return [
             *([REPAIRED] if recorder.repaired else []),
-            *summed_low(recorder.uses, self._dtype, "the step"),
+            *summed_low(recorder.uses, self.dtype, "the step"),
             *recorder.failures,
         ]
 
@@ -201,13 +242,12 @@ class BlamedStep:
         )
         if cause:  # then nothing is known of effects
             norm = size = math.nan
-        limits = torch.finfo(self._dtype)
         rows = [tally.row(place, norm, size) for place, tally in recorder.tallies.items()]
         changes = sum(tally.loss_change for tally in recorder.tallies.values())
-        in_order = rows if cause else ranked(rows, limits.eps / 2)
+        in_order = rows if cause else ranked(rows, torch.finfo(self.dtype).eps / 2)
         return Blame(
             sorted(in_order, key=lambda row: _place_of(row) != maker),
-            str(self._dtype).removeprefix("torch."),
+            str(self.dtype).removeprefix("torch."),
             loss,
             exact,
             exact + changes,
@@ -216,6 +256,8 @@ class BlamedStep:
             recorder.flops,
             recorder.low_flops,
             cause,
+            self.recipe.name or "a recipe" if self.recipe and self._runs else "",
+            max((roundoff_of(row, torch.finfo(self.dtype).eps / 2) for row in rows), default=0.0),
         )
 
     def _not_finite_in_float32(self, loss: float) -> tuple[str, Place | None]:
@@ -253,7 +295,8 @@ class BlamedStep:
         self, row: BlameRow, casting: Casting | None, loss_scale: float
     ) -> list[tuple[float, str]]:
         """Return how much a row alone changes each parameter's gradient, and the parameter's name."""
-        return self._differences(*self._recorded(casting, loss_scale, _place_of(row)))
+        with self._scales_kept():
+            return self._differences(*self._recorded(casting, loss_scale, _place_of(row)))
 
     def _recorded(
         self,
@@ -274,7 +317,14 @@ class BlamedStep:
 
         modules = RunningModules(self._model, seen)
         recorder = Recorder(
-            self._device_type, loss_scale, modules, self._seed, alone, search, in_float32=in_float32
+            self._device_type,
+            loss_scale,
+            modules,
+            self._seed,
+            alone,
+            search,
+            in_float32=in_float32,
+            recipe=self.recipe,
         )
         recorder.takes_scale = takes_scale
         recorder.keep([] if self._model is None else list(self._model.buffers()))
@@ -286,10 +336,11 @@ class BlamedStep:
             stack.enter_context(
                 autocast(
                     self._device_type,
-                    self._dtype,
-                    casting=casting,
+                    self.dtype,
+                    casting=casting if self._runs or casting is None else casting.without_recipes(),
                     model=self._model,
                     emulate=True,
+                    recipe=self._runs,
                 )
             )
             modules.follow()
@@ -416,7 +467,7 @@ def _refuse_sharded(model: nn.Module) -> None:
 
 
 def _place_of(row: BlameRow) -> Place:
-    return Place(row.module, row.operator, row.source, row.direction)
+    return Place(row.module, row.operator, row.source, row.direction, row.product)
 
 
 def _run_backward(*losses: Tensor, retain_graph: bool = False) -> None:

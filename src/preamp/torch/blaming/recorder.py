@@ -36,8 +36,9 @@ from preamp.arrays import torch_compat as compat
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.report import place as in_words
 from preamp.autocasting.tables import DEFAULT
-from preamp.blaming.blame import ITSELF, MODEL
+from preamp.blaming.blame import ITSELF, MODEL, Product
 from preamp.errors import UsageError
+from preamp.recipes import Recipe
 from preamp.torch.autocasting import modes, operators, rules
 from preamp.torch.autocasting.modes import TorchAutocast
 from preamp.torch.autocasting.weight_cache import is_cached
@@ -164,6 +165,7 @@ class State(NamedTuple):
     enabled: bool
     dtype: torch.dtype
     key: str
+    at: modes.At | None
 
     @classmethod
     def now(cls, device_type: str) -> State:
@@ -173,12 +175,13 @@ class State(NamedTuple):
             torch.is_autocast_enabled(device_type),
             torch.get_autocast_dtype(device_type),
             mode.key if mode else modes.NONE,
+            mode.at if mode else None,
         )
 
     @contextmanager
     def restored(self, device_type: str) -> Iterator[None]:
         """Run in this state."""
-        edits = modes.in_force(device_type, self.key) if self.key else nullcontext()
+        edits = modes.in_force(device_type, self.key, self.at) if self.key else nullcontext()
         with (
             TorchAutocast(device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False),
             edits,
@@ -197,6 +200,7 @@ class Call:
         zeros: the rows that lost values of its inputs to zero.
         losers: its own row, if it lost values to zero.
         suspects: the rows that make its results not finite, as in `Unrepaired`.
+        recipe: by which its products are quantized; None if they are not.
     """
 
     def __init__(
@@ -221,16 +225,24 @@ class Call:
         self._inputs, self._dtypes = inputs, [leaves[at].dtype for at in inputs]
         self._leaves = [None if at in inputs else leaf for at, leaf in enumerate(leaves)]
         self._state = State.now(recorder.device_type)
+        self.recipe: Recipe | None = None
         self.deltas: list[Tensor | Packed | None] = []
         self.flops = 0
         self.forward: Callable[[], Tally]
-        self.backward: Callable[[], Tally]
+        self.backward: Callable[[Place], Tally]
         self._inputs_kept: dict[int, tuple[Tensor, Kept]] = {}  # here and there
         self._wanted: list[tuple[int, int]] = []  # the place of an input, and the version of its copy
         self._gradients: dict[str, Sequence[Tensor | None]] = {}
         self._low: dict[int, Tensor] = {}
         self._inherited = self._gone = 0.0
-        self._counted = False
+        self._counted: set[Place] = set()
+
+    def backward_place(self, place: int | None = None) -> Place:
+        """Return the row of its backward pass, or of the product that the gradient of an input is."""
+        product: Product = ""
+        if self.place.product and place is not None and place < 2:
+            product = "wgrad" if place else "dgrad"
+        return self.place._replace(direction="backward", product=product)
 
     def view_of_input(self, place: int, copy: Tensor, *, replace: bool) -> Tensor:
         """Return a view of the copy of an input, through which the gradient of this call alone passes.
@@ -360,17 +372,18 @@ class Call:
         errors = Errors.between(low.to(gradient, copy=True).div_(scale), gradient, self.limit / scale)
         if errors.delta is None:
             return None
+        row = self.backward_place(place)
         if replace:
-            return gradient + errors.delta
+            return gradient + errors.delta if row == self._recorder.alone else None
         # Two roundings, one after the other, add up in squares.
         own = math.sqrt(max(0.0, errors.relative**2 - self._inherited**2)) / errors.relative
         if own < NEGLIGIBLE and not errors.overflowed:
             return None
-        tally = self.backward()
-        if not self._counted:
+        tally = self.backward(row)
+        if row not in self._counted:
             tally.calls += 1
-            tally.flops += 2 * self.flops
-        self._counted = True
+            tally.flops += self.flops if row.product else 2 * self.flops
+        self._counted.add(row)
         tally.add(errors, own=own, inherited=self._gone, scale=scale)
         moved = difference_of(there, base).to(gradient)
         tally.add_effect(moved, errors.delta, scale=own / STEP)
@@ -406,6 +419,7 @@ class Recorder(TorchFunctionMode):
         search: Search | None = None,
         *,
         in_float32: bool = False,
+        recipe: Recipe | None = None,
     ) -> None:
         """Make a recorder for one run.
 
@@ -418,13 +432,16 @@ class Recorder(TorchFunctionMode):
                 those of `here` by what this row does. Nothing else is counted.
             search: what follows inf and NaN.
             in_float32: nothing is compared, so that `here` is the step in float32, with its gradients.
+            recipe: that of the step, or whose high precision the step has. Linear layers then have a row for
+                each of their products.
         """
         super().__init__()
         self.device_type, self.loss_scale = device_type, loss_scale
         self.tallies: dict[Place, Tally] = {}
         self.failures: dict[str, None] = {}
         self.flops = self.low_flops = 0
-        self._modules, self._alone, self._in_float32 = modules, alone, in_float32
+        self.alone = alone
+        self._modules, self._in_float32, self._recipe = modules, in_float32, recipe
         self.search = search
         self._thread = threading.get_ident()
         noise = torch.Generator().manual_seed(seed) if alone is None else None
@@ -470,8 +487,8 @@ class Recorder(TorchFunctionMode):
             call, _ = self.search.first
             breaks = f"the backward pass of {maker_in_words(call.place)}"
             if not call.zeros:
-                call.backward()
-            own = {call.place._replace(direction="backward"): ITSELF}
+                call.backward(call.backward_place())
+            own = {call.backward_place(): ITSELF}
             confirmed = {**(dict.fromkeys(call.zeros, breaks) or own), **confirmed}
         self.repaired = bool(confirmed)
         for place, tally in self.tallies.items():
@@ -609,6 +626,7 @@ class Recorder(TorchFunctionMode):
         search, call = self.search, None
         if (low or search) and not self._in_float32:
             call = Call(self, func, leaves, spec, inputs, written, low)
+            call.recipe = modes.recipe_for(self.device_type, func, tensors)
         otherwise = results
         if search and call:
             call.unrepaired, call.zeros = search.of(tensors)
@@ -713,9 +731,9 @@ class Recorder(TorchFunctionMode):
                 ]
             if func is Tensor.detach or func is torch.detach:
                 return _Made(copies, copies if gradients else [copies[0].detach()])
-            if call is not None and gradients and world is (self.here if self._alone is None else self.there):
+            if call is not None and gradients and world is (self.here if self.alone is None else self.there):
                 copies = [
-                    call.view_of_input(place, copy, replace=self._alone is not None)
+                    call.view_of_input(place, copy, replace=self.alone is not None)
                     if copy.requires_grad and place != written
                     else copy
                     for place, copy in enumerate(copies)
@@ -746,7 +764,7 @@ class Recorder(TorchFunctionMode):
     def _cut(self, world: World, tensor: Tensor, copy: Tensor) -> Tensor:
         """Return the copy of a tensor behind the gate. Aside, what is behind it does not move."""
         behind = self.gate(copy)
-        if world is self.there and self._alone is None:
+        if world is self.there and self.alone is None:
             behind = behind + (self.here.of(tensor) - copy).detach()
         return behind
 
@@ -763,10 +781,10 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Count what a call differs in, and add that to the copies of its results."""
         place, here, there = self._place(func), made["here"], made["there"]
-        is_alone = self._alone is not None and self._alone == place._replace(direction=self._alone.direction)
+        is_alone = self.alone is not None and self.alone[:3] == place[:3]
         inputs = ", ".join(dict.fromkeys(map(_dtype_name, lows)))
         found = []
-        watched = self._alone is None and written is None
+        watched = self.alone is None and written is None
         for at, (result, copy) in enumerate(zip(results, here.results, strict=True)):
             limit = torch.finfo(result.dtype).max
             errors = Errors.between(raised(result), copy.detach(), limit, made["exact"].results[at])
@@ -775,9 +793,12 @@ class Recorder(TorchFunctionMode):
         rounds = next((_dtype_name(each) for each in (*lows, *results) if each.dtype in LOW), runs)
         index = self._next_index()
         call.place = place
-        call.forward = partial(self._tally, place, index, inputs, runs, limit)
-        backward = place._replace(direction="backward")
-        call.backward = partial(self._tally, backward, index, inputs, rounds, call.limit)
+
+        def backward(row: Place) -> Tally:
+            return self._tally(row, index, inputs, _formats(call.recipe, row) or rounds, call.limit)
+
+        call.forward = partial(self._tally, place, index, inputs, _formats(call.recipe, place) or runs, limit)
+        call.backward = backward
         call.flops = flops
         if not call.is_low and not call.unrepaired and all(errors.bad is None for errors in found):
             return
@@ -786,7 +807,7 @@ class Recorder(TorchFunctionMode):
                 result.copy_(errors.repaired)
                 self.repaired = True
             here.correct(at, errors, in_place=written is not None, watched=watched)
-            if not (is_alone and place == self._alone):
+            if place != self.alone:
                 there.correct(at, errors, in_place=written is not None, watched=watched)
         if any(errors.delta is not None or errors.overflowed for errors in found):
             call.forward().calls += 1
@@ -805,7 +826,7 @@ class Recorder(TorchFunctionMode):
         is_view = written is None and all(
             result.untyped_storage().data_ptr() in storages for result in results
         )
-        if self._alone is None:
+        if self.alone is None:
             # The gradient of a view is one, and what is random would be drawn again, in another dtype.
             compares_backward = not is_view and not is_random
             if compares_backward:
@@ -814,7 +835,7 @@ class Recorder(TorchFunctionMode):
                 call.keep_results("here", here.results)
             if call.deltas:
                 call.keep_results("there", there.results)
-        elif is_alone and self._alone.direction == "backward":
+        elif is_alone and self.alone.direction == "backward":
             call.keep_inputs(there.inputs, there.inputs)
             call.deltas = []
             call.keep_results("here", there.results)
@@ -827,7 +848,9 @@ class Recorder(TorchFunctionMode):
         return self.tallies.setdefault(place, Tally(index, inputs, runs, limit))
 
     def _place(self, func: Callable[..., Any]) -> Place:
-        return Place(self._modules.current, calls.operator_of(func), source_line(), "forward")
+        operator = calls.operator_of(func)
+        product: Product = "fprop" if self._recipe and operator == "linear" else ""
+        return Place(self._modules.current, operator, source_line(), "forward", product)
 
     def _is_lowered(self, func: Callable[..., Any]) -> bool:
         """Return whether PyTorch's autocast casts the inputs of a call to low precision, without edits."""
@@ -916,6 +939,13 @@ def _is_low(value: object) -> bool:
 
 def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _formats(recipe: Recipe | None, row: Place) -> str:
+    """Return the formats of a product's operands, "" of a product that stays high, and of none."""
+    if recipe is None or not row.product:
+        return ""
+    return ", ".join(each.format for each in getattr(recipe, row.product) or ())
 
 
 def maker_in_words(place: Place) -> str:

@@ -60,7 +60,7 @@ def tune(
     casting.DEFAULT
     """
     whole("rehearsals", rehearsals, least=1, instead="rehearsals=20")
-    step = BlamedStep(loss_fn, args, model, dtype, loss_scale, seed)
+    step = BlamedStep(loss_fn, args, model, dtype, None, loss_scale, seed)
     if target is None:
         target = tuning.ENOUGH * torch.finfo(dtype).eps / 2
     elif target == "seeds":
