@@ -316,8 +316,7 @@ def ranked(rows: Iterable[BlameRow], roundoff: float) -> list[BlameRow]:
     A row's severity is the largest of three ratios to what is expected: its effect on the gradients, its
     effect on the loss, and the share of a gradient that it flushed to zero. An overflow is worse than
     everything else, and the first one is the worst: what comes after it may be its consequence. In a step
-    with a recipe, formats differ in what is expected, and what is accused comes first, then what has the
-    largest effect.
+    with a recipe, formats differ in what is expected of them, and what has the largest effect comes first.
 
     Args:
         rows: in any order.
@@ -327,7 +326,7 @@ def ranked(rows: Iterable[BlameRow], roundoff: float) -> list[BlameRow]:
     found = [replace(row, severity=_severity(row, roundoff_of(row, roundoff))) for row in rows]
     if not any(row.product for row in found):
         return _sorted(found)
-    return sorted(_sorted(found), key=lambda row: (-row.guilty, -max(row.effect, abs(row.loss_effect))))
+    return sorted(_sorted(found), key=lambda row: -max(row.effect, abs(row.loss_effect)))
 
 
 def beside(found: Blame, high: Blame) -> Blame:
