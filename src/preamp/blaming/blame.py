@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from preamp.autocasting.report import place
 from preamp.autocasting.text_tables import WIDTH, text_table
-from preamp.recipes.values import FORMATS
+from preamp.recipes.values import FORMATS, Product
 
 Direction = Literal["forward", "backward"]
 Part = Literal["product", "sensitive", "other"]
-Product = Literal["", "fprop", "dgrad", "wgrad"]
+ProductOf = Product | Literal[""]
 
 ALLOWED: Mapping[Part, float] = {"product": 5.0, "sensitive": 2.0, "other": 3.0}
 """The effect that is expected of an operator, in unit roundoffs of the step's low precision."""
@@ -107,7 +107,7 @@ class BlameRow:
     parameter: str = ""
     parameter_error: float = 0.0
     breaks: str = ""
-    product: Product = ""
+    product: ProductOf = ""
     high_effect: float = 0.0
     severity: float = 0.0
 

@@ -1,5 +1,7 @@
 """Find a small set of modules and operators to keep in float32, from what blame says of a step.
 
+With a recipe, it is a set of modules, or of single products of linear layers, to keep in its high precision.
+
 The framework rehearses: it runs blame on the step with a table. Everything else is here, for all of them.
 """
 
@@ -7,18 +9,22 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.tables import DEFAULT, Casting, Edit, is_inside
 from preamp.autocasting.text_tables import WIDTH
-from preamp.blaming.blame import ALLOWED_LOST, Blame, BlameRow
+from preamp.blaming.blame import ALLOWED_LOST, ROUNDOFFS, Blame, BlameRow
 from preamp.errors import UsageError
+from preamp.recipes.exporting import export
+from preamp.recipes.values import FORMATS, KNOWN, PRODUCTS, Product, Recipe
 
 MOST = 20  # rehearsals
+PASSES = 3  # products of a layer in a step, each of the same FLOPs
 ENOUGH = 8.0  # unit roundoffs: the relative error of loss and gradients that is good enough
+ENOUGH_IN_RECIPES = 2.0  # the same, of the formats of a recipe's forward pass
 SMALL = 0.03  # of the target: rows with less are not worth a rule
 PER_RULE = 0.002  # what a rule costs, in shares of the step's products: of two that cost the same, the fewer
 PER_VALUE = 0.02  # what it costs to keep all values of the step in float32, in the same unit
@@ -35,12 +41,13 @@ Useless: TypeAlias = tuple[tuple[Edit, ...], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept in float32, and why.
+    """What is kept in float32, or high, and why.
 
     Attributes:
         edits: the edits of the table.
         rows: the rows of the step before that accuse it, worst first.
-        flops: the product FLOPs, forward, that it covers in the step before.
+        flops: the product FLOPs that it covers in the step before: of the forward pass, or, with a recipe, of
+            all passes.
     """
 
     edits: tuple[Edit, ...]
@@ -60,21 +67,31 @@ class Kept:
         what = f": {worst.reason}" if worst.reason else ""
         if not what and worst.severity >= 1:
             what = f": it loses {worst.severity:.1f} times what is expected"
-        return f"{worst.operator} {worst.place}, {worst.direction} pass{what}{more}"
+        where = worst.product or f"{worst.direction} pass"
+        return f"{worst.operator} {worst.place}, {where}{what}{more}"
+
+    @property
+    def how(self) -> str:
+        """How it is kept: "float32", "high", or which products are high."""
+        rule = self.edits[0].rule
+        return f"{', '.join(_high_in(KNOWN[rule]))} high" if rule in KNOWN else rule
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """A table that keeps as little as possible in float32, and how it was found.
+    """A table that keeps as little as possible in float32, or high in a recipe, and how it was found.
 
     Attributes:
         casting: the table, for `autocast(casting=...)`; `to_dict()` of it is for a file.
-        kept: what it keeps in float32, in the order of the table.
+        kept: what it keeps so, in the order of the table.
         before: what the step loses with the table to begin with.
         after: what it loses with this one.
         rehearsals: how many times blame ran the step.
         target: the relative error of loss and gradients to stay below.
         notes: sentences about how the step was run.
+        recipe: of the step; None without.
+        layers: with a recipe, the path of each layer that it quantizes to begin with, and the shape of its
+            weight.
     """
 
     casting: Casting
@@ -84,11 +101,31 @@ class Tuning:
     rehearsals: int
     target: float
     notes: Sequence[str] = ()
+    recipe: Recipe | None = None
+    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def low_share(self) -> float:
-        """The share of the step's product FLOPs that run in low precision."""
-        return self.after.low_flops / self.after.flops if self.after.flops else 1.0
+        """The share of the step's product FLOPs that run in low precision, or are quantized by the recipe."""
+        if not self.after.flops:
+            return 1.0
+        if self.recipe is None:
+            return self.after.low_flops / self.after.flops
+        return sum(row.flops for row in self.after.rows if _is_quantized(row)) / (PASSES * self.after.flops)
+
+    def export(self, target: str) -> str:
+        """Return the lines to write for the same recipe and the same exceptions elsewhere.
+
+        Args:
+            target: "torchao", "torchtitan", "te" (Transformer Engine), "megatron", "maxtext" or "qwix".
+
+        Raises:
+            UsageError: without a recipe, for another target, and for what the target cannot express.
+        """
+        if self.recipe is None:
+            raise UsageError("Only a recipe can be exported. Write tune(..., recipe=recipes.MXFP8).")
+        high = {path: frozenset(_high_at(self.casting, path)) for path in self.layers}
+        return export(target, self.recipe, self.layers, {path: each for path, each in high.items() if each})
 
     @property
     def solved(self) -> bool:
@@ -96,15 +133,16 @@ class Tuning:
         return not _missed(self.after, self.target)
 
     def lines(self) -> list[str]:
-        """Return a line for each thing that is kept in float32, with the reason."""
-        total = max(1, self.after.flops)
+        """Return a line for each thing that is kept in float32, or high, with the reason."""
+        total = max(1, self.after.flops) * (PASSES if self.recipe else 1)
         return [
-            f"{each.name} ({each.flops / total:.1%} of the products): {each.reason}" for each in self.kept
+            f"{each.how}: {each.name} ({each.flops / total:.1%} of the products): {each.reason}"
+            for each in self.kept
         ]
 
     def summary(self) -> str:
         """Return what was found, as sentences."""
-        dtype = self.before.dtype
+        dtype = self.before.precision
         if self.solved:
             rules = f"With {_count(len(self.kept), 'rule')}" if self.kept else "No rule is needed"
             verdict = (
@@ -116,8 +154,10 @@ class Tuning:
             what = " and ".join(_too_large(self.after, self.target))
             verdict = (
                 f"No table that was tried brings {what}. {worst.operator} {worst.place} still loses most, in "
-                f"the {worst.direction} pass. If the program itself casts there, change that line."
+                f"{worst.where}."
             )
+            if not worst.product:
+                verdict += " If the program itself casts there, change that line."
         share = (
             f"{self.low_share:.1%} of the product FLOPs run in {dtype}."
             if self.after.flops
@@ -136,7 +176,7 @@ class Tuning:
 
     def __str__(self) -> str:
         """Return what is kept in float32 and why, at most 80 columns wide, and the summary."""
-        lines = [textwrap.fill(f"float32: {line}", WIDTH, subsequent_indent="  ") for line in self.lines()]
+        lines = [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in self.lines()]
         paragraphs = [textwrap.fill(each, WIDTH) for each in (self.summary(), *self.notes)]
         return "\n".join([*lines, *([""] if lines else []), *paragraphs])
 
@@ -147,6 +187,8 @@ def tune(
     is_operator: Callable[[str], bool],
     *,
     with_modules: bool = True,
+    recipe: Recipe | None = None,
+    whole_layers: bool = False,
     target: float,
     most: int = MOST,
 ) -> Tuning:
@@ -167,6 +209,8 @@ def tune(
         casting: the table to begin with; None for autocast's.
         is_operator: whether a table can name an operator.
         with_modules: whether a table can name the rows' modules.
+        recipe: of the step: the rules then keep its layers high, or single products of them.
+        whole_layers: keep all products of a layer high, or none.
         target: the relative error of loss and gradients to stay below.
         most: how often to rehearse, at least 1.
     """
@@ -188,13 +232,16 @@ def tune(
     modules = list(dict.fromkeys(row.module for row in before.rows))
     rehearsals, kept, useless = 1, list[Kept](), set[Useless]()
     while rehearsals < most and _missed(current, target):
-        offered = list(_options(current, target, is_operator, modules if with_modules else []))
+        if recipe is not None:
+            offered = list(_options_in(recipe, current, target, whole_layers))
+        else:
+            offered = list(_options(current, target, is_operator, modules if with_modules else []))
         chosen = list(_cover(current, target, offered, useless))
         if not chosen:
             break
         after = rehearse(_with(table, [*kept, *chosen]))
         rehearsals += 1
-        left = {_key(row): row.severity for row in after.rows}
+        left = {_key(row): _badness(row) for row in after.rows}
         useless |= {(each.edits, _key(row)) for each in chosen for row in each.rows if not _helped(row, left)}
         helped = [each for each in chosen if any(_helped(row, left) for row in each.rows)]
         kept += helped
@@ -213,8 +260,31 @@ def tune(
         if not _missed(after, target) or (_missed(current, target) and not _is_worse(after, current)):
             kept, current = fewer, after
     # A rule that was found after others may cover what they do.
-    kept = [replace(each, flops=_flops(_covered(each.edits, before.rows))) for each in kept]
-    return Tuning(_with(table, kept), kept, before, current, rehearsals, target, _of_losses(losses))
+    kept = [replace(each, flops=_flops(_covered(each.edits, before.rows))) for each in _by_layer(kept)]
+    notes = _of_losses(losses)
+    return Tuning(_with(table, kept), kept, before, current, rehearsals, target, notes, recipe)
+
+
+def _by_layer(kept: Iterable[Kept]) -> list[Kept]:
+    """Return what is kept with one entry for the products of a layer."""
+    found: dict[object, Kept] = {}
+    for each in kept:
+        edit = each.edits[0]
+        key = edit.name if edit.rule in KNOWN else each.edits
+        if key not in found:
+            found[key] = each
+            continue
+        rule = _together(edit, found[key].edits[0].rule)
+        edit = edit._replace(rule=rule if isinstance(rule, str) else rule.key)
+        found[key] = Kept((edit,), (*found[key].rows, *each.rows))
+    return list(found.values())
+
+
+def enough(recipe: Recipe) -> float:
+    """Return the relative error of loss and gradients that is good enough in a recipe."""
+    pair = recipe.fprop or recipe.dgrad or recipe.wgrad
+    roundoff = max((ROUNDOFFS[each.format] for each in pair or ()), default=ROUNDOFFS[recipe.high])
+    return ENOUGH_IN_RECIPES * roundoff
 
 
 def _of_losses(losses: Sequence[float]) -> list[str]:
@@ -291,7 +361,8 @@ def _cover(blame: Blame, target: float, options: Sequence[Option], useless: set[
         for at, (edits, covered) in enumerate(options):
             rows = [row for row in left if row in covered and (edits, _key(row)) not in useless]
             flops = _flops(covered)
-            cost = PER_RULE + flops / max(1, blame.flops) + PER_VALUE * _values(covered) / _values(blame.rows)
+            total = max(1, blame.flops) * (PASSES if blame.recipe else 1)
+            cost = PER_RULE + flops / total + PER_VALUE * _values(covered) / _values(blame.rows)
             worth = _worth(rows, found, error, change, target)
             ratios.append((worth / cost, -at, Kept(edits, tuple(rows), flops)))
         ratio, _, best = max(ratios, key=lambda one: one[:2], default=(0.0, 0, None))
@@ -339,9 +410,51 @@ def _options(
             yield (edit, *others), _covered((edit, *others), inside)
 
 
+def _options_in(recipe: Recipe, blame: Blame, target: float, whole_layers: bool) -> Iterator[Option]:
+    """Yield what could be kept high in a recipe: single products, layers, and what layers are in."""
+    small = SMALL * target
+    wanted = [row for row in blame.rows if _is_quantized(row)]
+    wanted = [row for row in wanted if row in _broken(blame) or max(row.effect, abs(row.loss_effect)) > small]
+    for row in wanted if not whole_layers else ():
+        if row.product and row.module not in ("", OUTSIDE):
+            edits = (Edit("modules", row.module, recipe.without(row.product).key),)
+            yield edits, _covered(edits, blame.rows)
+    for path in dict.fromkeys(around for row in wanted for around in _around(row.module)):
+        edits = (Edit("modules", path, "high"),)
+        yield edits, _covered(edits, blame.rows)
+
+
+def _around(path: str) -> Iterator[str]:
+    """Yield the path of a module, and of those around it but for the model."""
+    while path and path != OUTSIDE:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _is_quantized(row: BlameRow) -> bool:
+    return bool(row.product) and row.runs.split(", ")[0] in FORMATS
+
+
+def _high_in(recipe: Recipe) -> list[Product]:
+    return [each for each in PRODUCTS if getattr(recipe, each) is None]
+
+
+def _high_at(table: Casting, path: str) -> Sequence[Product]:
+    """Return which products of a layer a table keeps high."""
+    scope = table.scope(path)
+    if scope is None or scope.rule == "default":
+        return ()
+    return _high_in(KNOWN[scope.rule]) if scope.rule in KNOWN else PRODUCTS
+
+
 def _covered(edits: Sequence[Edit], rows: Sequence[BlameRow]) -> list[BlameRow]:
-    """Return the rows that edits keep in float32."""
-    name = edits[0].name
+    """Return the rows that edits keep in float32, or high."""
+    name, rule = edits[0].name, edits[0].rule
+    if rule in KNOWN:
+        high = _high_in(KNOWN[rule])
+        return [row for row in rows if _is_quantized(row) and row.module == name and row.product in high]
+    if rule == "high":
+        rows = [row for row in rows if _is_quantized(row)]
     if edits[0].of == "operators":
         return [row for row in rows if row.operator.removesuffix("_") == name]
     if len(edits) > 1:  # the others are for what is inside
@@ -350,7 +463,8 @@ def _covered(edits: Sequence[Edit], rows: Sequence[BlameRow]) -> list[BlameRow]:
 
 
 def _flops(rows: Iterable[BlameRow]) -> int:
-    return sum(row.flops for row in rows if row.direction == "forward")
+    """Return the FLOPs of rows in the forward pass; with a recipe, of all, as each product is kept by itself."""
+    return sum(row.flops for row in rows if row.direction == "forward" or row.product)
 
 
 def _values(rows: Iterable[BlameRow]) -> int:
@@ -358,11 +472,16 @@ def _values(rows: Iterable[BlameRow]) -> int:
 
 
 def _key(row: BlameRow) -> tuple[str, ...]:
-    return (row.module, row.operator, row.source, row.direction)
+    return (row.module, row.operator, row.source, row.direction, row.product)
 
 
 def _helped(row: BlameRow, left: dict[tuple[str, ...], float]) -> bool:
-    return left.get(_key(row), 0.0) < min(BETTER * row.severity, 1e30)
+    return left.get(_key(row), 0.0) < min(BETTER * _badness(row), 1e30)
+
+
+def _badness(row: BlameRow) -> float:
+    """Return by what rows of two tables are compared: severities of two formats of a product are not alike."""
+    return max(row.effect, abs(row.loss_effect)) if row.product else row.severity
 
 
 def _with(table: Casting, kept: Iterable[Kept]) -> Casting:
@@ -374,12 +493,22 @@ def _with(table: Casting, kept: Iterable[Kept]) -> Casting:
     modules = sorted(
         (each for each in kept if each.edits[0].of == "modules"), key=lambda one: one.name.count(".")
     )
-    whole = [each.name for each in modules if len(each.edits) == 1]
+    whole = [each.name for each in modules if len(each.edits) == 1 and each.edits[0].rule not in KNOWN]
     for each in kept:
         if each.edits[0].of == "operators":
             table = table.float32(each.name)
     for each in modules:
         if not any(is_inside(each.name, name) for name in whole if name != each.name):
             for edit in each.edits:
-                table = table.module(edit.name, edit.rule)
+                table = table.module(edit.name, _together(edit, table.modules.get(edit.name)))
     return table
+
+
+def _together(edit: Edit, before: str | None) -> Any:
+    """Return the rule that keeps high what an edit and a rule before it keep."""
+    if edit.rule not in KNOWN:
+        return edit.rule
+    recipe = KNOWN[edit.rule]
+    if before in KNOWN:
+        recipe = recipe.without(*_high_in(KNOWN[before]))
+    return recipe if any(recipe.quants) else "high"

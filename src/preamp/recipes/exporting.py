@@ -15,7 +15,9 @@ from typing import NamedTuple, TypeAlias, get_args
 from preamp.errors import CastingError, UsageError
 from preamp.recipes import values
 from preamp.recipes.arithmetic import SIGNS
-from preamp.recipes.values import KNOWN, NAMES, Operands, Owner, Quant, Recipe
+from preamp.recipes.values import CONSTANTS, KNOWN, Operands, Owner, Quant, Recipe
+
+NAMES = {name: f"recipes.{name}" for name in CONSTANTS}
 
 __all__ = ["TARGETS", "export"]
 
@@ -548,9 +550,9 @@ def _maxtext(plan: Plan) -> list[str]:
 # reuses the operands of the forward pass and multiplies the gradient by their scales.
 
 _QWIX_TYPES = {
-    **{(f"e4m3", block, "float32"): ("jnp.float8_e4m3fn", None) for block in ((0, 0), (1, 0))},
-    **{(f"e5m2", block, "float32"): ("jnp.float8_e5m2", None) for block in ((0, 0), (1, 0))},
-    **{(f"e2m1", block, "float32"): ("jnp.float4_e2m1fn", None) for block in ((0, 0), (1, 0))},
+    **{("e4m3", block, "float32"): ("jnp.float8_e4m3fn", None) for block in ((0, 0), (1, 0))},
+    **{("e5m2", block, "float32"): ("jnp.float8_e5m2", None) for block in ((0, 0), (1, 0))},
+    **{("e2m1", block, "float32"): ("jnp.float4_e2m1fn", None) for block in ((0, 0), (1, 0))},
     ("e4m3", (1, 32), "e8m0"): ("'mxfp8'", 32),
     ("e2m1", (1, 32), "e8m0"): ("'mxfp4'", 32),
     ("e2m1", (1, 16), "e4m3"): ("'nvfp4'", 16),

@@ -36,7 +36,7 @@ from preamp.arrays import torch_compat as compat
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.report import place as in_words
 from preamp.autocasting.tables import DEFAULT
-from preamp.blaming.blame import ITSELF, MODEL, Product
+from preamp.blaming.blame import ITSELF, MODEL, ProductOf
 from preamp.errors import UsageError
 from preamp.recipes import Recipe
 from preamp.torch.autocasting import modes, operators, rules
@@ -239,7 +239,7 @@ class Call:
 
     def backward_place(self, place: int | None = None) -> Place:
         """Return the row of its backward pass, or of the product that the gradient of an input is."""
-        product: Product = ""
+        product: ProductOf = ""
         if self.place.product and place is not None and place < 2:
             product = "wgrad" if place else "dgrad"
         return self.place._replace(direction="backward", product=product)
@@ -849,7 +849,7 @@ class Recorder(TorchFunctionMode):
 
     def _place(self, func: Callable[..., Any]) -> Place:
         operator = calls.operator_of(func)
-        product: Product = "fprop" if self._recipe and operator == "linear" else ""
+        product: ProductOf = "fprop" if self._recipe and operator == "linear" else ""
         return Place(self._modules.current, operator, source_line(), "forward", product)
 
     def _is_lowered(self, func: Callable[..., Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from preamp.blaming.blame import BlameRow, Direction, Product
+from preamp.blaming.blame import BlameRow, Direction, ProductOf
 from preamp.torch.blaming.calls import part_of
 
 TINY = 1e-38
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     operator: str
     source: str
     direction: Direction
-    product: Product = ""
+    product: ProductOf = ""
 
 
 @dataclass
