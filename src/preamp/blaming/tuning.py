@@ -463,7 +463,7 @@ def _covered(edits: Sequence[Edit], rows: Sequence[BlameRow]) -> list[BlameRow]:
 
 
 def _flops(rows: Iterable[BlameRow]) -> int:
-    """Return the FLOPs of rows in the forward pass; with a recipe, of all, as each product is kept by itself."""
+    """Return the FLOPs of rows in the forward pass; with a recipe, of all, as products are kept singly."""
     return sum(row.flops for row in rows if row.direction == "forward" or row.product)
 
 
@@ -480,7 +480,7 @@ def _helped(row: BlameRow, left: dict[tuple[str, ...], float]) -> bool:
 
 
 def _badness(row: BlameRow) -> float:
-    """Return by what rows of two tables are compared: severities of two formats of a product are not alike."""
+    """Return what rows of two tables are compared by: formats differ in what is expected of a product."""
     return max(row.effect, abs(row.loss_effect)) if row.product else row.severity
 
 

@@ -1,4 +1,4 @@
-"""The command line: train, simulate, report, doctor, inspect, blame, tune, check, dialects."""
+"""The command line: train, simulate, report, doctor, inspect, blame, tune, rehearse, check, dialects."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError, Group, Parameter, Token
 from cyclopts.validators import Number
 
 from preamp import __version__
+from preamp.blaming.blame import for_json
 from preamp.cli import comparison
 from preamp.cli.casting_file import read_casting
 from preamp.cli.comparison import events, footer, scale_row, spikes, stops
@@ -51,6 +52,7 @@ from preamp.record.files import naming
 from preamp.record.formatting import kebab
 from preamp.record.trace import Trace
 from preamp.record.trace_ranks import paths_of_ranks
+from preamp.scaling import Step
 from preamp.simulation.processes import Process
 from preamp.systems.dialects import ALL
 
@@ -67,6 +69,7 @@ __all__ = [
     "dialects",
     "doctor",
     "inspect",
+    "rehearse",
     "report",
     "run",
     "simulate",
@@ -486,6 +489,7 @@ def blame(
     framework: Literal["torch", "jax"] = "torch",
     dtype: LowPrecision | None = None,
     casting_file: Annotated[Path | None, Parameter(name="--casting")] = None,
+    recipe: str | None = None,
     loss_scale: float | None = None,
     by: Literal["operator", "module"] = "operator",
     out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/blame.html"),
@@ -505,6 +509,8 @@ def blame(
         framework: the framework of the function.
         dtype: the low precision. Default: bfloat16.
         casting_file: edits of operators and modules, in JSON, TOML or YAML, as Casting.to_dict writes them.
+        recipe: a recipe of preamp.recipes, such as MXFP8, in which linear layers run. Each of their products
+            has a row, with its effect in the high precision alone beside it.
         loss_scale: what the loss is multiplied by. Default: the scale of the step's GradScaler, or what
             dynamic loss scaling would arrive at.
         by: show a row for each operator and line, or for each module and pass; "+2" means that a row stands
@@ -517,16 +523,18 @@ def blame(
 
     _above_zero("--loss-scale", loss_scale, "65536")
 
-    found = blame_function(target, framework, dtype, casting_file=casting_file, loss_scale=loss_scale)
+    found = blame_function(
+        target, framework, dtype, recipe=recipe, casting_file=casting_file, loss_scale=loss_scale
+    )
     found = found.by_module() if by == "module" else found
     write_report(
         out_file,
-        title=f"What {target} loses in {found.dtype}",
+        title=f"What {target} loses in {found.precision}",
         lead=[found.summary(), *found.notes],
         curves=[],
         figures=[effects_figure(found)] if found.rows else [],
         table=found.table(),
-        footer=footer([f"{framework}, {found.dtype}"]),
+        footer=footer([f"{framework}, {found.precision}"]),
     )
     if json_file:
         _write_json(json_file, found.to_json())
@@ -542,6 +550,8 @@ def tune(
     *,
     framework: Literal["torch", "jax"] = "torch",
     dtype: LowPrecision | None = None,
+    recipe: str | None = None,
+    export: str | None = None,
     casting_file: Annotated[Path | None, Parameter(name="--casting")] = None,
     loss_scale: float | None = None,
     error: float | None = None,
@@ -558,10 +568,14 @@ def tune(
         target: MODULE:FUNCTION, as for preamp blame.
         framework: the framework of the function.
         dtype: the low precision. Default: bfloat16.
+        recipe: a recipe of preamp.recipes, such as MXFP8. The table then keeps layers, or single products of
+            them, in the recipe's high precision.
+        export: print the lines to write for the recipe and the table elsewhere: torchao, torchtitan, te
+            (Transformer Engine), megatron, maxtext or qwix. Layers are then kept high as a whole.
         casting_file: the table to begin with, in JSON, TOML or YAML. Default: autocast's.
         loss_scale: as for preamp blame.
         error: stay below this predicted relative error of the loss and the gradients. Default: 8 unit
-            roundoffs, which is 3e-2 in bfloat16 and 4e-3 in float16.
+            roundoffs, which is 3e-2 in bfloat16 and 4e-3 in float16; with a recipe 0.125, in NVFP4 0.5.
         calls: train with this many calls of the function in float32, with the initial table and with the
             tuned one, and compare the losses. PyTorch only. Default: off.
         out_file: where to write the table, as JSON.
@@ -572,14 +586,21 @@ def tune(
     _above_zero("--error", error, "0.01")
     if calls is not None and framework == "jax":
         raise PreampError("--calls is for PyTorch. Leave it out, and train with the table that is written.")
+    if calls is not None and recipe:
+        raise PreampError(f"--calls is without --recipe. Write preamp rehearse {target} --recipes {recipe}.")
+    if export and not recipe:
+        raise PreampError(f"--export {export} is of a recipe. Write --recipe MXFP8 as well.")
     found, use = tune_function(
         target,
         framework,
         dtype,
+        recipe=recipe,
+        whole_layers=export is not None,
         casting_file=casting_file,
         loss_scale=loss_scale,
         error=error,
     )
+    lines = found.export(export) if export else ""
     with naming(out_file):
         out_file.parent.mkdir(parents=True, exist_ok=True)
         out_file.write_text(json.dumps(found.casting.to_dict(), indent=1) + "\n", encoding="utf-8")
@@ -590,12 +611,73 @@ def tune(
         out.print(f"\n{calls} calls of {target}, the mean loss of the last tenth:", soft_wrap=True)
         print_table(table(runs))
         print_lines(sentences(runs))
+    if lines:
+        out.print(f"The table is in {out_file}. For {export}:\n")
+        print(lines)
+        return 0 if found.solved else 1
     out.print(f"The table is in {out_file}. To train with it:\n")
     print("import json\nfrom pathlib import Path\n" + "\nimport torch\n" * (framework == "torch"))
-    print(f"from preamp import casting\nfrom preamp.{framework} import autocast\n")
+    print(f"from preamp import casting{', recipes' if recipe else ''}")
+    print(f"from preamp.{framework} import autocast\n")
     print(f'table = casting.Casting.from_dict(json.loads(Path("{out_file}").read_text()))')
     print(use)
     return 0 if found.solved else 1
+
+
+@app.command
+def rehearse(
+    target: str,
+    /,
+    *,
+    recipes: Annotated[tuple[str, ...], NO_DEFAULT] = ("all",),
+    steps: Count = 200,
+    seeds: Count = 3,
+    casting_file: Annotated[Path | None, Parameter(name="--casting")] = None,
+    out_file: Annotated[Path, Parameter(name="--out")] = Path("runs/rehearse.html"),
+    json_file: Annotated[Path | None, Parameter(name="--json")] = None,
+) -> int:
+    """Train in FP8, MXFP8 and NVFP4 recipes without a GPU, and compare them with bfloat16.
+
+    Each recipe trains in a process of its own, from the same weights and batches as bfloat16. At the end it
+    says which products of linear layers lose most, and which layers to keep high. PyTorch only.
+
+    Args:
+        target: MODULE:FUNCTION, such as train.py:step; it is called without arguments, trains a step and
+            returns the loss.
+        recipes: names of preamp.recipes, such as MXFP8, or "all"; can be repeated.
+        steps: how many times to call the function in each run.
+        seeds: how many runs there are of each recipe.
+        casting_file: modules to keep high, in JSON, TOML or YAML, as preamp tune --recipe writes them.
+        out_file: the report.
+        json_file: where to write all losses and what was found as JSON.
+    """
+    from preamp.cli.lab.rehearsed import named_recipes, results, sentences, table
+    from preamp.cli.lab.rehearsed import rehearse as run_all
+    from preamp.report import Curve, loss_figure, write_report
+
+    casting = read_casting(casting_file) if casting_file else None
+    runs = run_all(target, named_recipes(recipes), steps, seeds, casting, partial(out.print, style="dim"))
+    rows, said = table(runs), list(sentences(runs))
+    curves = [
+        Curve(run.name, Trace(Step(at, 1.0, True, False, loss=loss) for at, loss in enumerate(run.losses)))
+        for run in runs
+        if run.seed == 0 and run.losses
+    ]
+    write_report(
+        out_file,
+        title=f"{target} in recipes",
+        lead=[f"The same weights and batches in every run, {steps:,} calls, seeds 0 to {seeds - 1}.", *said],
+        curves=[],
+        figures=[loss_figure(curves)],
+        table=rows,
+        footer=footer(["rehearsed, losses of seed 0"]),
+    )
+    if json_file:
+        _write_json(json_file, json.dumps(for_json(results(runs)), indent=1))
+    print_table(rows)
+    print_lines(said)
+    print_open(out_file)
+    return 0
 
 
 @app.command

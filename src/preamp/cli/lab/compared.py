@@ -29,6 +29,7 @@ from preamp.cli.lab.inspected import casting_region, find_function, model_of
 from preamp.errors import MissingExtra, PreampError, UsageError
 from preamp.machine import FASTER, SLOWER, MachineReport, PrecisionRow
 from preamp.machine.measurements import first_line, timed
+from preamp.recipes.values import named
 
 SEED = 0
 FEWEST_TIMED = 3  # calls, the first of which compiles and allocates
@@ -60,6 +61,10 @@ class PrecisionRun:
         widened: the dtype that weights of the model had before they were made float32; "" if none were.
         casts: the lines of the program that ask for low precision, in the run in float32.
         enters_regions: whether the function has regions of autocast itself.
+        recipe: the name of the recipe to rehearse; "" for none.
+        seed: of random numbers, with which weights and batches are drawn.
+        tunes: whether to look for layers to keep high, after the last call.
+        tuned: what was found.
     """
 
     precision: str
@@ -76,6 +81,10 @@ class PrecisionRun:
     widened: str = ""
     casts: list[str] = field(default_factory=list)
     enters_regions: bool = False
+    recipe: str = ""
+    seed: int = SEED
+    tunes: bool = False
+    tuned: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -262,15 +271,23 @@ def run_in_process(run: PrecisionRun, target: str, framework: str, device: str, 
 
 def _measure(run: PrecisionRun, target: str, framework: str, device: str, calls: int) -> None:
     """Call a function in a precision and write down what it returns, in the process that is for it."""
-    call = (_prepare_torch if framework == "torch" else _prepare_jax)(run, target, device)
+    finish: Callable[[], None] = lambda: None  # noqa: E731
+    if framework == "torch":
+        call, finish = _prepare_torch(run, target, device)
+    else:
+        call = _prepare_jax(run, target, device)
     for _ in range(calls):
         returned: list[Any] = []
         taken = timed(lambda returned=returned: returned.append(call()))  # type: ignore[misc]
         run.losses.append(returned[0])
         run.seconds.append(taken)
+    finish()
 
 
-def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], float]:
+def _prepare_torch(
+    run: PrecisionRun, target: str, device: str
+) -> tuple[Callable[[], float], Callable[[], None]]:
+    """Return what calls the function, and what is to be done in the end."""
     try:
         import torch
 
@@ -278,8 +295,9 @@ def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], 
         from preamp.torch import autocast
     except ImportError as error:
         raise MissingExtra.of(error, "preamp[torch]") from error
-    torch.manual_seed(SEED)
+    torch.manual_seed(run.seed)
     function = _import(target)
+    model: Any = None
     casts: InFloat32 | None = None
     region: AbstractContextManager[object] = nullcontext()
     if run.precision == "float32":
@@ -288,11 +306,12 @@ def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], 
             around = casting_region("bfloat16", device, emulate=True)  # the weights may still be low
             run.widened = widen(model_of(function, around, stops=True))
     else:
-        table = _table_of(run)
+        table, recipe = _table_of(run), named(run.recipe) if run.recipe else None
         around = casting_region(run.precision, device, emulate=run.emulate, casting=table)
         model = model_of(function, around, stops=True) if run.finds_model else None
+        device = device or _device_of(model)
         low = getattr(torch, run.precision)
-        region = autocast(device, low, emulate=run.emulate, casting=table, model=model)
+        region = autocast(device, low, emulate=run.emulate, casting=table, model=model, recipe=recipe)
     _take_over_regions(run, region)
 
     def call() -> float:
@@ -307,7 +326,34 @@ def _prepare_torch(run: PrecisionRun, target: str, device: str) -> Callable[[], 
             loss = loss.detach()
         return _number(target, loss)
 
-    return call
+    def finish() -> None:
+        if run.tunes:
+            run.tuned = _tuned(run, function, model)
+
+    return call, finish
+
+
+def _device_of(model: Any) -> str:
+    return next((parameter.device.type for parameter in model.parameters()), "cpu")
+
+
+def _tuned(run: PrecisionRun, function: Callable[[], Any], model: Any) -> dict[str, Any]:
+    """Return which layers a recipe loses most in at the weights of now, and which to keep high."""
+    from preamp.torch import tune
+
+    enters_regions = run.enters_regions
+    found = tune(function, model=model, recipe=named(run.recipe), casting=_table_of(run), whole_layers=True)
+    run.enters_regions = enters_regions  # blame's own are none of the function
+    products = [row for row in found.before.rows if row.product]
+    return {
+        "gradient_error": found.before.gradient_error,
+        "worst": [f"{row.module} {row.product} {row.effect:.1e}" for row in products[:3]],
+        "kept": [each.name for each in found.kept],
+        "lines": found.lines(),
+        "summary": found.summary(),
+        "casting": found.casting.to_dict(),
+        "blame": found.before.to_dict(),
+    }
 
 
 def _take_over_regions(run: PrecisionRun, ours: object) -> None:
@@ -453,11 +499,11 @@ def _number(target: str, loss: Any) -> float:
 def _main(asked: str) -> None:
     settings, target, framework, device, calls, path = json.loads(asked)
     run = PrecisionRun(**settings)
-    random.seed(SEED)
+    random.seed(run.seed)
     with suppress(ImportError):
         import numpy
 
-        numpy.random.seed(SEED)
+        numpy.random.seed(run.seed)
     try:
         _measure(run, target, framework, device, calls)
     except PreampError as error:

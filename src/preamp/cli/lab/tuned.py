@@ -11,7 +11,7 @@ from typing import Any
 from preamp.autocasting.tables import Casting
 from preamp.blaming.tuning import Tuning
 from preamp.cli.casting_file import read_casting
-from preamp.cli.lab.blamed import loss_and_arguments
+from preamp.cli.lab.blamed import loss_and_arguments, read_recipe
 from preamp.cli.lab.compared import PrecisionRun, casts_of, run_in_process
 from preamp.cli.lab.inspected import casting_region, find_function, model_of, name_of
 from preamp.errors import MissingExtra, PreampError
@@ -24,13 +24,16 @@ def tune_function(
     framework: str,
     dtype: str | None,
     *,
+    recipe: str | None,
+    whole_layers: bool,
     casting_file: Path | None,
     loss_scale: float | None,
     error: float | None,
 ) -> tuple[Tuning, str]:
     """Return the table, and a call of autocast that uses it under the name `table`.
 
-    The arguments are those of `blame_function`, and the error to stay below.
+    The arguments are those of `blame_function`, the error to stay below, and whether a recipe keeps whole
+    layers high.
 
     Raises:
         PreampError: as `blame_function`.
@@ -38,10 +41,12 @@ def tune_function(
     """
     settings: dict[str, Any] = {"loss_scale": loss_scale, "target": error}
     settings["casting"] = read_casting(casting_file) if casting_file else None
-    return (_in_torch if framework == "torch" else _in_jax)(target, dtype or "bfloat16", settings)
+    if recipe:
+        settings |= {"recipe": read_recipe(recipe), "whole_layers": whole_layers}
+    return (_in_torch if framework == "torch" else _in_jax)(target, dtype, settings)
 
 
-def _in_torch(target: str, dtype: str, settings: dict[str, Any]) -> tuple[Tuning, str]:
+def _in_torch(target: str, dtype: str | None, settings: dict[str, Any]) -> tuple[Tuning, str]:
     try:
         import torch
 
@@ -50,26 +55,33 @@ def _in_torch(target: str, dtype: str, settings: dict[str, Any]) -> tuple[Tuning
         raise MissingExtra.of(error, "preamp[torch]") from error
 
     function: Callable[[], Any] = find_function(target)
-    around = casting_region(dtype, emulate=True, casting=settings["casting"])
+    around = casting_region(dtype or "bfloat16", emulate=True, casting=settings["casting"])
     model = model_of(function, around, stops=True)
     weights = list(model.parameters())
-    found = tune(function, model=model if weights else None, dtype=getattr(torch, dtype), **settings)
+    low = getattr(torch, dtype) if dtype else None
+    found = tune(function, model=model if weights else None, dtype=low, **settings)
     device = weights[0].device.type if weights else "cpu"
-    use = f'with autocast("{device}", dtype=torch.{dtype}, casting=table'
-    use += f", model={name_of(model, function)}" if found.casting.modules else ""
+    how = f"recipe=recipes.{found.recipe.name}" if found.recipe else f"dtype=torch.{found.before.dtype}"
+    use = f'with autocast("{device}", {how}, casting=table'
+    use += f", model={name_of(model, function)}" if found.casting.modules or found.recipe else ""
     return found, f"{use}): ..."
 
 
-def _in_jax(target: str, dtype: str, settings: dict[str, Any]) -> tuple[Tuning, str]:
+def _in_jax(target: str, dtype: str | None, settings: dict[str, Any]) -> tuple[Tuning, str]:
     try:
         from preamp.jax import tune
     except ImportError as error:
         raise MissingExtra.of(error, "preamp[jax]") from error
 
     loss_fn, params, *arguments = loss_and_arguments(target)
-    found = tune(loss_fn, params, *arguments, dtype=dtype, **settings)
+    if not settings.get("recipe"):
+        settings["dtype"] = dtype or "bfloat16"
+    found = tune(loss_fn, params, *arguments, **settings)
     name = getattr(loss_fn, "__name__", "loss_fn")
-    return found, f'{name} = autocast({name}, dtype="{dtype}", casting=table)'
+    how = f'dtype="{found.before.dtype}"'
+    if found.recipe:
+        how = f"recipe=recipes.{found.recipe.name}, weights=(0,)"
+    return found, f"{name} = autocast({name}, {how}, casting=table)"
 
 
 def train_with(

@@ -1,0 +1,149 @@
+"""Train a user's step in recipes, from the same start and batches: `preamp rehearse MODULE:FUNCTION`.
+
+Each run is a process of its own, as for `preamp check --model`. The first seed's run of each recipe ends with
+a search for the layers to keep high, at the weights that it arrived at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
+from typing import Any
+
+from preamp.autocasting.tables import Casting
+from preamp.cli.lab.compared import ITSELF, PrecisionRun, run_in_process
+from preamp.errors import CastingError, PreampError
+from preamp.recipes.values import CONSTANTS, named
+
+LAST = 0.1  # the part of the losses that are averaged
+WORST = 3  # products that are named of each recipe
+HIGH = "bfloat16"
+
+
+def named_recipes(names: Sequence[str]) -> list[str]:
+    """Return the names of recipes as `preamp.recipes` has them; "all" is those that differ on paper.
+
+    Raises:
+        PreampError: for a name that is unknown.
+    """
+    wanted = [part for name in names for part in name.split(",")]
+    try:
+        found = [each for name in wanted for each in (CONSTANTS if name == "all" else [named(name).name])]
+    except CastingError as error:
+        raise PreampError(f"--recipes: {error}") from error
+    return list(dict.fromkeys(found))
+
+
+def rehearse(
+    target: str,
+    recipes: Sequence[str],
+    steps: int,
+    seeds: int,
+    casting: Casting | None,
+    show: Callable[[str], None],
+) -> list[PrecisionRun]:
+    """Train in bfloat16 and in recipes, with each seed.
+
+    Args:
+        target: "MODULE:FUNCTION", called without arguments; it trains a step and returns the loss.
+        recipes: their names.
+        steps: how often to call it.
+        seeds: how many runs there are of each.
+        casting: the layers to keep high; None for none.
+        show: is told which run begins.
+
+    Raises:
+        PreampError: if the function cannot run in bfloat16.
+    """
+    table = None if casting is None else casting.to_dict()
+    plain = None if casting is None else casting.without_recipes().to_dict()
+    runs: list[PrecisionRun] = []
+    for seed in range(seeds):
+        for recipe in ("", *recipes):
+            run = PrecisionRun(
+                HIGH,
+                emulate=True,
+                finds_model=True,
+                casting=table if recipe else plain,
+                label=recipe or HIGH,
+                recipe=recipe,
+                seed=seed,
+                tunes=bool(recipe) and seed == 0,
+            )
+            show(f"{run.name}, seed {seed}")
+            runs.append(run_in_process(run, target, "torch", "", steps))
+            if not recipe and (runs[-1].refused or runs[-1].problem):
+                reason = runs[-1].refused or f"{target} fails in {HIGH}: {runs[-1].problem}. "
+                raise PreampError(reason if runs[-1].refused else reason + (runs[-1].advice or ITSELF))
+    return runs
+
+
+def table(runs: Sequence[PrecisionRun]) -> list[dict[str, str]]:
+    """Return a row for each recipe: its last losses, and how far they are from bfloat16's, seed by seed."""
+    return [_row(group, runs) for group in _grouped(runs)]
+
+
+def _row(group: Sequence[PrecisionRun], runs: Sequence[PrecisionRun]) -> dict[str, str]:
+    first = group[0]
+    found = first.tuned
+    return {
+        "run": first.name,
+        "last losses": f"{fmean(map(last, group)):.6g}",
+        f"to {HIGH}": "-" if not first.recipe else _range([_distance(run, runs) for run in group]),
+        "gradient error": f"{found['gradient_error']:.1e}" if found else "-",
+        "worst product": found["worst"][0] if found and found["worst"] else "-",
+        "keep high": (", ".join(found["kept"]) or "nothing") if found else "-",
+    }
+
+
+def sentences(runs: Sequence[PrecisionRun]) -> Iterator[str]:
+    """Yield what the table cannot say: problems, the worst products, and what else has been found."""
+    for group in _grouped(runs):
+        first = group[0]
+        for run in group:
+            if run.refused or run.problem:
+                what = run.refused or f"{run.problem}. {run.advice}".rstrip()
+                yield f"{run.name}, seed {run.seed}: {what}"
+        if first.tuned and first.tuned["worst"]:
+            yield f"{first.name}: {'; '.join(first.tuned['worst'])}. {first.tuned['summary']}"
+
+
+def results(runs: Sequence[PrecisionRun]) -> dict[str, Any]:
+    """Return everything for JSON: losses by seed, distances, and what was found of each recipe."""
+    return {
+        group[0].name: {
+            "losses": [run.losses for run in group],
+            "problems": [run.refused or run.problem for run in group],
+            "last": [last(run) for run in group],
+            f"to_{HIGH}": [_distance(run, runs) for run in group],
+            "found": group[0].tuned,
+        }
+        for group in _grouped(runs)
+    }
+
+
+def last(run: PrecisionRun) -> float:
+    """Return the mean of the last tenth of the losses; NaN if the run ended early."""
+    if run.refused or run.problem or not run.losses:
+        return math.nan
+    return fmean(run.losses[-max(1, round(LAST * len(run.losses))) :])
+
+
+def _distance(run: PrecisionRun, runs: Sequence[PrecisionRun]) -> float:
+    """Return how far the last losses are above those of bfloat16 with the same seed, relative to them."""
+    other = next(each for each in runs if each.seed == run.seed and not each.recipe)
+    return (last(run) - last(other)) / max(abs(last(other)), 1e-30)
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:+.2%}" if len(values) == 1 else f"{low:+.2%} to {high:+.2%}"
+
+
+def _grouped(runs: Sequence[PrecisionRun]) -> list[list[PrecisionRun]]:
+    """Return the runs of each recipe, by seed."""
+    found: dict[str, list[PrecisionRun]] = {}
+    for run in runs:
+        found.setdefault(run.name, []).append(run)
+    return list(found.values())
