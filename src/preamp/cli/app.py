@@ -666,7 +666,7 @@ def rehearse(
     write_report(
         out_file,
         title=f"{target} in recipes",
-        lead=[f"The same weights and batches in every run, {steps:,} calls, seeds 0 to {seeds - 1}.", *said],
+        lead=[f"The same weights and batches in every run of a seed, of {steps:,} calls.", *said],
         curves=[],
         figures=[loss_figure(curves)],
         table=rows,

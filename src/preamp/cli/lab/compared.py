@@ -32,6 +32,7 @@ from preamp.machine.measurements import first_line, timed
 from preamp.recipes.values import named
 
 SEED = 0
+WORST = 3  # products that are named of each recipe
 FEWEST_TIMED = 3  # calls, the first of which compiles and allocates
 ABOUT = 1.1  # times as fast: less is about as fast
 ITSELF = "Write a function that runs by itself and returns the loss."
@@ -347,9 +348,10 @@ def _tuned(run: PrecisionRun, function: Callable[[], Any], model: Any) -> dict[s
     products = [row for row in found.before.rows if row.product]
     return {
         "gradient_error": found.before.gradient_error,
-        "worst": [f"{row.module} {row.product} {row.effect:.1e}" for row in products[:3]],
+        "worst": [f"{row.product} of {row.module} ({row.effect:.3f})" for row in products[:WORST]],
         "kept": [each.name for each in found.kept],
         "lines": found.lines(),
+        "solved": found.solved,
         "summary": found.summary(),
         "casting": found.casting.to_dict(),
         "blame": found.before.to_dict(),

@@ -17,7 +17,6 @@ from preamp.errors import CastingError, PreampError
 from preamp.recipes.values import CONSTANTS, named
 
 LAST = 0.1  # the part of the losses that are averaged
-WORST = 3  # products that are named of each recipe
 HIGH = "bfloat16"
 
 
@@ -91,10 +90,13 @@ def _row(group: Sequence[PrecisionRun], runs: Sequence[PrecisionRun]) -> dict[st
         "run": first.name,
         "last losses": f"{fmean(map(last, group)):.6g}",
         f"to {HIGH}": "-" if not first.recipe else _range([_distance(run, runs) for run in group]),
-        "gradient error": f"{found['gradient_error']:.1e}" if found else "-",
-        "worst product": found["worst"][0] if found and found["worst"] else "-",
-        "keep high": (", ".join(found["kept"]) or "nothing") if found else "-",
+        "gradient error": f"{found['gradient_error']:.3f}" if found else "-",
+        "keep high": _count(len(found["kept"])) if found else "-",
     }
+
+
+def _count(number: int) -> str:
+    return f"{number} module{'' if number == 1 else 's'}" if number else "nothing"
 
 
 def sentences(runs: Sequence[PrecisionRun]) -> Iterator[str]:
@@ -105,8 +107,12 @@ def sentences(runs: Sequence[PrecisionRun]) -> Iterator[str]:
             if run.refused or run.problem:
                 what = run.refused or f"{run.problem}. {run.advice}".rstrip()
                 yield f"{run.name}, seed {run.seed}: {what}"
-        if first.tuned and first.tuned["worst"]:
-            yield f"{first.name}: {'; '.join(first.tuned['worst'])}. {first.tuned['summary']}"
+        if found := first.tuned:
+            worst = ", ".join(found["worst"]) or "nothing"
+            yield f"{first.name} loses most in {worst}, in shares of the gradients."
+            yield from found["lines"]
+            if not found["solved"]:
+                yield found["summary"]
 
 
 def results(runs: Sequence[PrecisionRun]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from preamp.arrays.torch_compat import (
 )
 from preamp.autocasting.report import REPEATED, CastReport, CastRow, Tally, place, repeated, stayed
 from preamp.torch.autocasting import compiled
-from preamp.torch.autocasting.modes import ELIGIBLE
+from preamp.torch.autocasting.modes import ELIGIBLE, MISFIT
 from preamp.torch.autocasting.weight_cache import is_cached, summed_low
 from preamp.torch.flops import flops_of
 from preamp.torch.running_modules import RunningModules
@@ -307,6 +307,11 @@ def _noted(rows: Iterable[CastRow]) -> Iterator[str]:
             yield (
                 f"{row.operator} {row.place} overflowed {row.runs} in {row.overflows:,} of "
                 f"{row.calls:,} calls: its inputs were finite, its results were not."
+            )
+        if row.rule == MISFIT:
+            yield (
+                f"{row.operator} {row.place} stays in {row.runs}: the sizes of its weight, or its number of rows, "
+                "are no multiples of what the recipe asks for, or it computes in float64."
             )
         if row.rule == "without kernel" and row.inputs != "float32":
             yield (

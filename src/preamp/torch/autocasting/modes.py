@@ -47,6 +47,8 @@ INSTEAD = {"binary_cross_entropy": "binary_cross_entropy_with_logits on what the
 
 NONE = ""
 """The key of no edits."""
+MISFIT = "no multiple"
+"""The rule of a report for a layer whose sizes are not those that a recipe asks for."""
 
 
 class Counter(Protocol):
@@ -414,7 +416,10 @@ class CountingMode(EditMode):
         rule = rules.rules_of(edits_of(self.key)).get(name, "unlisted") if is_on else "off"
         if is_on and action == "without kernel":
             rule = action
-        rehearsed = is_on and (action == "product" or action == "recurrent")
+        if is_on and action == "quantized":
+            recipe = recipe_in(self.key)
+            rule = (recipe.name or "recipe") if fits(recipe, *args, **kwargs) else MISFIT
+        rehearsed = is_on and action in ("product", "recurrent", "quantized")
         for counter in reversed(self.counters):
             run = functools.partial(counter.count, name, rule, rehearsed, args, kwargs, run)
         return run()
