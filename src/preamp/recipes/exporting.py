@@ -158,8 +158,8 @@ def _refuse(system: System, plan: Plan) -> NoReturn:
         )
     if other := next((key for key in system.lines if _bare(key) == _bare(whole)), None):
         raise UsageError(
-            f"{_name(whole)} has other numbers than {system.title}, which has {_name(other)}. "
-            f"Rehearse that, or: {_able(whole)}"
+            f"{system.title} does not have the numbers of {_name(whole)}, but those of {_name(other)}. "
+            f"Rehearse that one. {_able(whole)}"
         )
     raise UsageError(f"{system.title} has nothing that computes {_name(whole)}. {_able(whole)}")
 
@@ -288,7 +288,7 @@ def _write_torchao(plan: Plan) -> list[str]:
     texts = {key: _TORCHAO[key].text for key in plan.groups}
     imports = {lines for part, lines in _IMPORTS.items() if any(part in text for text in texts.values())}
     found = [
-        f"# It quantizes weights as they are: cast them to {plan.recipe.high}, or set FSDP's param_dtype.",
+        f"# torchao quantizes weights as they are: cast them to {plan.recipe.high}, or set FSDP param_dtype.",
         *sorted(imports),
     ]
     for key, text in texts.items():
@@ -344,7 +344,12 @@ def _substrings(wanted: list[str], others: list[str]) -> list[str]:
     matches = {text: paths for text, paths in matches.items() if not any(text in path for path in others)}
     left, found = set(wanted), []
     while left:
-        text = min(matches, key=lambda text: (-len(matches[text] & left), len(text), text), default="")
+        # A number says little by itself: "layers.1" is better than ".1".
+        text = min(
+            matches,
+            key=lambda text: (-len(matches[text] & left), text.strip(".")[:1].isdigit(), len(text), text),
+            default="",
+        )
         if not text or not matches[text] & left:
             path = min(left)
             around = next(other for other in others if path in other)
@@ -401,7 +406,7 @@ def _write_te(plan: Plan) -> list[str]:
     (key,) = plan.groups
     return [
         _ENVIRONMENT,
-        "# It quantizes only its own modules: each of the layers has to be a te.Linear.",
+        "# Transformer Engine quantizes its own modules only: each layer has to be a te.Linear.",
         "from functools import partial",
         "",
         "import transformer_engine.pytorch as te",
@@ -559,7 +564,10 @@ TARGETS: dict[str, System] = {
         high=("bfloat16",),
     ),
     "te": System(
-        "Transformer Engine", _TE, _write_te, "backward_override= is of dgrad and wgrad in all layers alike"
+        "Transformer Engine",
+        _TE,
+        _write_te,
+        "backward_override= is of dgrad and wgrad in all layers, and not of delayed scaling",
     ),
     "megatron": System(
         "Megatron-LM",
