@@ -509,7 +509,7 @@ _SETTINGS = {
 
 
 def _mxfp8(high: tuple[str, ...]) -> str:
-    found = {"use_original_residuals": "True"}
+    found: dict[str, str] = {}
     for product, names in _SETTINGS.items():
         settings = ("None", "None", "None") if product in high else ("32", "'mxfp8'", "'mxfp8'")
         found |= zip(names, settings, strict=True)
