@@ -154,7 +154,8 @@ RECIPES = {"pytorch_loop.md", "optax.md", "keras_fit.md"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave most recipes to the slow tests: whole trainings in other libraries, of what the pages show."""
     for item in items:
-        if item.path.parent.name == "recipes" and item.path.name not in RECIPES:
+        is_page = item.path.suffix == ".md"  # tests/recipes has none
+        if is_page and item.path.parent.name == "recipes" and item.path.name not in RECIPES:
             item.add_marker(pytest.mark.slow)
 
 

@@ -16,8 +16,10 @@ from preamp.recipes.values import (
     FLOAT8_TENSORWISE,
     MXFP8,
     MXFP8_E5M2_GRADIENTS,
+    MXFP8_QWIX,
     NVFP4,
     NVFP4_PLAIN,
+    NVFP4_TORCHAO,
     Quant,
     Recipe,
 )
@@ -32,8 +34,10 @@ __all__ = [
     "FLOAT8_TENSORWISE",
     "MXFP8",
     "MXFP8_E5M2_GRADIENTS",
+    "MXFP8_QWIX",
     "NVFP4",
     "NVFP4_PLAIN",
+    "NVFP4_TORCHAO",
     "Quant",
     "Recipe",
 ]

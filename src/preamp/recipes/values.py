@@ -143,7 +143,7 @@ class Recipe:
         dgrad: the gradient and the weight in `g @ w`.
         wgrad: the gradient and the input in `g.T @ x`.
         high: the dtype of operands before they are quantized, of results, and of everything that stays high:
-            "bfloat16", "float16" or "float32".
+            "bfloat16" or "float16".
         multiple: what each size of a weight and the number of rows must be a multiple of, as the recipe's
             owner asks; other products stay high.
     """
@@ -151,13 +151,29 @@ class Recipe:
     fprop: Operands = None
     dgrad: Operands = None
     wgrad: Operands = None
-    high: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    high: Literal["bfloat16", "float16"] = "bfloat16"
     multiple: int = 1
     key: str = field(init=False, repr=False, compare=False)
     once: Once = field(init=False, repr=False, compare=False)
     delayed: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for product in PRODUCTS:
+            pair = getattr(self, product)
+            are_quants = (
+                isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(q, Quant) for q in pair)
+            )
+            if pair is not None and not are_quants:
+                raise CastingError(
+                    f"{product}={pair!r} is not the quantization of two operands. Write {product}=(Quant(), "
+                    f"Quant()), or {product}=None to keep it high."
+                )
+        if self.high not in ("bfloat16", "float16"):
+            raise CastingError(f"high={self.high!r} is not a dtype of recipes. Write high='bfloat16'.")
+        if type(self.multiple) is not int or self.multiple < 1:
+            raise CastingError(
+                f"multiple={self.multiple!r} is not a whole number above 0. Write multiple=16."
+            )
         object.__setattr__(self, "key", self.name or repr(self))
         x, w, g, of_w, of_g, of_x = self.quants
         once = Once(_transposes(x, of_x), _transposes(w, of_w), _transposes(g, of_g))
@@ -185,12 +201,7 @@ class Recipe:
     @property
     def current(self) -> Recipe:
         """The recipe that takes the scale of each call, where this one takes those of earlier ones."""
-        changed: dict[str, Operands] = {
-            each: (replace(pair[0], history=0), replace(pair[1], history=0))
-            for each in PRODUCTS
-            if (pair := getattr(self, each))
-        }
-        return replace(self, **changed)  # type: ignore[arg-type]
+        return changed(self, history=0)
 
     @property
     def quants(self) -> tuple[Quant | None, ...]:
@@ -203,6 +214,16 @@ def _transposes(one: Quant | None, other: Quant | None) -> bool:
     if one is None or one != other:
         return one is other
     return one.block[0] == one.block[1] and not one.stochastic and not one.hadamard
+
+
+def changed(recipe: Recipe, **fields: object) -> Recipe:
+    """Return a recipe with fields of all its operands changed."""
+    pairs = {
+        each: (replace(pair[0], **fields), replace(pair[1], **fields))  # type: ignore[arg-type]
+        for each in PRODUCTS
+        if (pair := getattr(recipe, each))
+    }
+    return replace(recipe, **pairs)  # type: ignore[arg-type]
 
 
 def named(name: str) -> Recipe:
@@ -246,6 +267,7 @@ FLOAT8_ROWWISE = _of(_ROWWISE, _ROWWISE, _ROWWISE, 16)
 FLOAT8_ROWWISE_GW_HP = replace(FLOAT8_ROWWISE, dgrad=(_ROWWISE, replace(_ROWWISE, block=(0, 0))), wgrad=None)
 FLOAT8_DEEPSEEK = _of(_DEEPSEEK, replace(_DEEPSEEK, block=(128, 128)), _DEEPSEEK, 128)
 MXFP8 = _of(_MX, _MX, _MX, 32)
+MXFP8_QWIX = changed(MXFP8, owner="qwix")
 MXFP8_E5M2_GRADIENTS = _of(_MX, _MX, replace(_MX, format="e5m2"), 32)
 NVFP4 = Recipe(
     (_NV, _NV_WEIGHT),
@@ -253,6 +275,7 @@ NVFP4 = Recipe(
     (replace(_NV_ROTATED, stochastic=True), _NV_ROTATED),
     multiple=16,
 )
+NVFP4_TORCHAO = replace(changed(NVFP4, owner="torchao"), multiple=128)
 NVFP4_PLAIN = _of(_NV, _NV_WEIGHT, _NV, 16)
 
 for _name, _value in list(globals().items()):

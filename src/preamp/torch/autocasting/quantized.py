@@ -14,7 +14,7 @@ from preamp.recipes.arithmetic import next_state, quantized
 from preamp.torch.autocasting.delayed import Scales
 from preamp.torch.quantizing import ARRAYS
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def linear(
