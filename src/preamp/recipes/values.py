@@ -160,10 +160,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for product in PRODUCTS:
             pair = getattr(self, product)
-            are_quants = (
-                isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(q, Quant) for q in pair)
-            )
-            if pair is not None and not are_quants:
+            is_pair = isinstance(pair, tuple) and len(pair) == 2
+            if pair is not None and not (is_pair and all(isinstance(each, Quant) for each in pair)):
                 raise CastingError(
                     f"{product}={pair!r} is not the quantization of two operands. Write {product}=(Quant(), "
                     f"Quant()), or {product}=None to keep it high."
@@ -171,9 +169,7 @@ class Recipe:
         if self.high not in ("bfloat16", "float16"):
             raise CastingError(f"high={self.high!r} is not a dtype of recipes. Write high='bfloat16'.")
         if type(self.multiple) is not int or self.multiple < 1:
-            raise CastingError(
-                f"multiple={self.multiple!r} is not a whole number above 0. Write multiple=16."
-            )
+            raise CastingError(f"multiple={self.multiple!r} is no whole number above 0. Write multiple=16.")
         object.__setattr__(self, "key", self.name or repr(self))
         x, w, g, of_w, of_g, of_x = self.quants
         once = Once(_transposes(x, of_x), _transposes(w, of_w), _transposes(g, of_g))
@@ -187,6 +183,8 @@ class Recipe:
 
         Such as "MXFP8" and "MXFP8 without wgrad".
         """
+        if not any(self.quants):
+            return ""
         for name, constant in CONSTANTS.items():
             high = [each for each in PRODUCTS if getattr(self, each) is None and getattr(constant, each)]
             alike = (getattr(self, each) == getattr(constant, each) for each in PRODUCTS if each not in high)
@@ -223,7 +221,7 @@ def changed(recipe: Recipe, **fields: object) -> Recipe:
         for each in PRODUCTS
         if (pair := getattr(recipe, each))
     }
-    return replace(recipe, **pairs)  # type: ignore[arg-type]
+    return replace(recipe, **pairs)
 
 
 def named(name: str) -> Recipe:
