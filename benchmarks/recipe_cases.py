@@ -120,7 +120,7 @@ def classifier(seed: int, depth: int = 3) -> Step:
 
     def batch() -> tuple[Tensor, Tensor]:
         targets = torch.randint(0, 32, (128,))
-        return centers[targets] + torch.randn(128, WIDTH), targets
+        return centers[targets] + 3 * torch.randn(128, WIDTH), targets
 
     return _trained(Step(model, *batch()), batch)
 

@@ -4,7 +4,7 @@ from preamp.cli import terminal
 from preamp.cli.casting_file import read_casting
 from preamp.cli.comparison import LOSSES, PROCESSES
 from preamp.cli.flags import GUARDS, find_dialect, find_policy, guards_of
-from preamp.cli.lab import compared, runs, tuned
+from preamp.cli.lab import compared, rehearsed, runs, tuned
 from preamp.cli.lab.compared import PrecisionRun, run_in_process, sentences, table
 from preamp.cli.lab.data import digits, read_csv
 from preamp.cli.lab.jax_loop import JaxLoop
@@ -43,6 +43,7 @@ __all__ = [
     "power",
     "read_casting",
     "read_csv",
+    "rehearsed",
     "run_in_process",
     "runs",
     "sentences",

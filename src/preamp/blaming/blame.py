@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from preamp.autocasting.report import place
 from preamp.autocasting.text_tables import WIDTH, text_table
-from preamp.recipes.values import FORMATS, Product
+from preamp.recipes.values import FORMATS, Product, Recipe
 
 Direction = Literal["forward", "backward"]
 Part = Literal["product", "sensitive", "other"]
@@ -19,6 +19,10 @@ ProductOf = Product | Literal[""]
 
 ALLOWED: Mapping[Part, float] = {"product": 5.0, "sensitive": 2.0, "other": 3.0}
 """The effect that is expected of an operator, in unit roundoffs of the step's low precision."""
+ALLOWED_QUANTIZED = 2.5
+"""The same of a product by a recipe, in unit roundoffs of its coarsest format."""
+ALLOWED_LOCAL = 0.5
+"""The own error of such a product, from which on an effect of half a unit roundoff is enough."""
 ALLOWED_LOSS = 2.0
 """The change of the loss that is expected of an operator, in the same unit."""
 ALLOWED_LOST = 0.3
@@ -127,14 +131,21 @@ class BlameRow:
         return self.product or f"the {self.direction} pass"
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether it is a product whose operands a recipe quantizes."""
+        return bool(self.product) and self.runs.split(", ")[0] in FORMATS
+
+    @property
     def flushed(self) -> float:
         """The share of the gradients that was flushed to zero, of their norm or number; 0 for results.
 
-        The number counts where gradients of weights come from, each of which an optimizer may need.
+        The number counts where gradients of weights come from, each of which an optimizer may need; of
+        formats of four and eight bits, in which many become zero in a sound step, it does not.
         """
         if self.direction == "forward":
             return 0.0
-        return max(self.lost_share, self.lost / self.values if self.part == "product" else 0.0)
+        counts = self.part == "product" and not self.is_quantized
+        return max(self.lost_share, self.lost / self.values if counts else 0.0)
 
     @property
     def reason(self) -> str:
@@ -235,7 +246,7 @@ class Blame:
         folded: dict[tuple[str, str], list[BlameRow]] = {}
         for row in self.rows:
             folded.setdefault((row.module, row.direction), []).append(row)
-        return replace(self, rows=_sorted(_together(rows) for rows in folded.values()))
+        return replace(self, rows=_in_order([_together(rows) for rows in folded.values()]))
 
     def summary(self) -> str:
         """Return what was found, as sentences."""
@@ -320,13 +331,17 @@ def ranked(rows: Iterable[BlameRow], roundoff: float) -> list[BlameRow]:
 
     Args:
         rows: in any order.
-        roundoff: the unit roundoff of the step's low precision, half its epsilon; rows of a product by a
-            recipe have that of their formats.
+        roundoff: the unit roundoff of the step's low precision, half its epsilon, or of its recipe; rows of a
+            product by a recipe have that of their formats.
     """
-    found = [replace(row, severity=_severity(row, roundoff_of(row, roundoff))) for row in rows]
-    if not any(row.product for row in found):
-        return _sorted(found)
-    return sorted(_sorted(found), key=lambda row: -max(row.effect, abs(row.loss_effect)))
+    return _in_order([replace(row, severity=_severity(row, roundoff_of(row, roundoff))) for row in rows])
+
+
+def _in_order(rows: Sequence[BlameRow]) -> list[BlameRow]:
+    """Return rows worst first; with a recipe by effect, as its formats differ in what is expected of them."""
+    if not any(row.product for row in rows):
+        return _sorted(rows)
+    return sorted(_sorted(rows), key=lambda row: -max(row.effect, abs(row.loss_effect)))
 
 
 def beside(found: Blame, high: Blame) -> Blame:
@@ -342,7 +357,7 @@ def _identity(row: BlameRow) -> tuple[str, ...]:
 
 def roundoff_of(row: BlameRow, otherwise: float) -> float:
     """Return the unit roundoff of a product's formats, which are those of a recipe; otherwise another one."""
-    return max(ROUNDOFFS[name] for name in row.runs.split(", ")) if row.product else otherwise
+    return max(ROUNDOFFS[name] for name in row.runs.split(", ")) if row.is_quantized else otherwise
 
 
 def with_parameters(found: Blame, differences: Callable[[BlameRow], Iterable[tuple[float, str]]]) -> Blame:
@@ -366,11 +381,18 @@ def _severity(row: BlameRow, roundoff: float) -> float:
     if row.overflowed or row.breaks:
         return math.inf
     ratios = (
-        row.effect / (ALLOWED[row.part] * roundoff),
+        row.effect / ((ALLOWED_QUANTIZED if row.is_quantized else ALLOWED[row.part]) * roundoff),
+        min(row.local_error / ALLOWED_LOCAL, 2 * row.effect / roundoff) if row.is_quantized else 0.0,
         abs(row.loss_effect) / (ALLOWED_LOSS * roundoff),
         row.flushed / ALLOWED_LOST,
     )
     return max(0.0, *(ratio for ratio in ratios if not math.isnan(ratio)))
+
+
+def roundoff_in(recipe: Recipe) -> float:
+    """Return the largest unit roundoff of the formats of a recipe's forward pass."""
+    pair = recipe.fprop or recipe.dgrad or recipe.wgrad or ()
+    return max((ROUNDOFFS[each.format] for each in pair), default=ROUNDOFFS[recipe.high])
 
 
 def _sorted(rows: Iterable[BlameRow]) -> list[BlameRow]:

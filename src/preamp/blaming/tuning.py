@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.tables import DEFAULT, Casting, Edit, is_inside
 from preamp.autocasting.text_tables import WIDTH
-from preamp.blaming.blame import ALLOWED_LOST, ROUNDOFFS, Blame, BlameRow
+from preamp.blaming.blame import ALLOWED_LOST, Blame, BlameRow, roundoff_in
 from preamp.errors import UsageError
 from preamp.recipes.exporting import export
-from preamp.recipes.values import FORMATS, KNOWN, PRODUCTS, Product, Recipe
+from preamp.recipes.values import KNOWN, PRODUCTS, Product, Recipe
 
 MOST = 20  # rehearsals
 PASSES = 3  # products of a layer in a step, each of the same FLOPs
@@ -111,7 +111,7 @@ class Tuning:
             return 1.0
         if self.recipe is None:
             return self.after.low_flops / self.after.flops
-        return sum(row.flops for row in self.after.rows if _is_quantized(row)) / (PASSES * self.after.flops)
+        return sum(row.flops for row in self.after.rows if row.is_quantized) / (PASSES * self.after.flops)
 
     def export(self, target: str) -> str:
         """Return the lines to write for the same recipe and the same exceptions elsewhere.
@@ -282,9 +282,7 @@ def _by_layer(kept: Iterable[Kept]) -> list[Kept]:
 
 def enough(recipe: Recipe) -> float:
     """Return the relative error of loss and gradients that is good enough in a recipe."""
-    pair = recipe.fprop or recipe.dgrad or recipe.wgrad
-    roundoff = max((ROUNDOFFS[each.format] for each in pair or ()), default=ROUNDOFFS[recipe.high])
-    return ENOUGH_IN_RECIPES * roundoff
+    return ENOUGH_IN_RECIPES * roundoff_in(recipe)
 
 
 def _of_losses(losses: Sequence[float]) -> list[str]:
@@ -413,7 +411,7 @@ def _options(
 def _options_in(recipe: Recipe, blame: Blame, target: float, whole_layers: bool) -> Iterator[Option]:
     """Yield what could be kept high in a recipe: single products, layers, and what layers are in."""
     small = SMALL * target
-    wanted = [row for row in blame.rows if _is_quantized(row)]
+    wanted = [row for row in blame.rows if row.is_quantized]
     wanted = [row for row in wanted if row in _broken(blame) or max(row.effect, abs(row.loss_effect)) > small]
     for row in wanted if not whole_layers else ():
         if row.product and row.module not in ("", OUTSIDE):
@@ -429,10 +427,6 @@ def _around(path: str) -> Iterator[str]:
     while path and path != OUTSIDE:
         yield path
         path = path.rpartition(".")[0]
-
-
-def _is_quantized(row: BlameRow) -> bool:
-    return bool(row.product) and row.runs.split(", ")[0] in FORMATS
 
 
 def _high_in(recipe: Recipe) -> list[Product]:
@@ -452,9 +446,9 @@ def _covered(edits: Sequence[Edit], rows: Sequence[BlameRow]) -> list[BlameRow]:
     name, rule = edits[0].name, edits[0].rule
     if rule in KNOWN:
         high = _high_in(KNOWN[rule])
-        return [row for row in rows if _is_quantized(row) and row.module == name and row.product in high]
+        return [row for row in rows if row.is_quantized and row.module == name and row.product in high]
     if rule == "high":
-        rows = [row for row in rows if _is_quantized(row)]
+        rows = [row for row in rows if row.is_quantized]
     if edits[0].of == "operators":
         return [row for row in rows if row.operator.removesuffix("_") == name]
     if len(edits) > 1:  # the others are for what is inside

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from preamp.errors import CastingError
 
@@ -214,10 +214,10 @@ def _transposes(one: Quant | None, other: Quant | None) -> bool:
     return one.block[0] == one.block[1] and not one.stochastic and not one.hadamard
 
 
-def changed(recipe: Recipe, **fields: object) -> Recipe:
+def changed(recipe: Recipe, **fields: Any) -> Recipe:
     """Return a recipe with fields of all its operands changed."""
-    pairs = {
-        each: (replace(pair[0], **fields), replace(pair[1], **fields))  # type: ignore[arg-type]
+    pairs: dict[str, Any] = {
+        each: (replace(pair[0], **fields), replace(pair[1], **fields))
         for each in PRODUCTS
         if (pair := getattr(recipe, each))
     }

@@ -310,8 +310,8 @@ def _noted(rows: Iterable[CastRow]) -> Iterator[str]:
             )
         if row.rule == MISFIT:
             yield (
-                f"{row.operator} {row.place} stays in {row.runs}: the sizes of its weight or its number of rows "
-                "are no multiples of what the recipe asks for, or it computes in float64."
+                f"{row.operator} {row.place} stays in {row.runs}: the sizes of its weight or its number of "
+                "rows are no multiples of what the recipe asks for, or it computes in float64."
             )
         if row.rule == "without kernel" and row.inputs != "float32":
             yield (

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from preamp.arrays import torch_compat as compat
 from preamp.autocasting.tables import Casting
-from preamp.blaming.blame import Blame, BlameRow, beside, ranked, roundoff_of, with_parameters
+from preamp.blaming.blame import Blame, BlameRow, beside, ranked, roundoff_in, roundoff_of, with_parameters
 from preamp.checks import positive, shown, whole
 from preamp.errors import CastingError, UsageError
 from preamp.recipes import Recipe
@@ -27,7 +27,15 @@ from preamp.torch.autocasting.region import autocast
 from preamp.torch.autocasting.unscaled import watch
 from preamp.torch.autocasting.weight_cache import summed_low
 from preamp.torch.blaming.nonfinite import Search, what_is_in
-from preamp.torch.blaming.recorder import SHARDED, Finished, Recorder, is_sharded, maker_in_words, size_of
+from preamp.torch.blaming.recorder import (
+    SHARDED,
+    STEP,
+    Finished,
+    Recorder,
+    is_sharded,
+    maker_in_words,
+    size_of,
+)
 from preamp.torch.blaming.tallies import TINY, Place, Tally, norm_of
 from preamp.torch.nested import how_to_write
 from preamp.torch.running_modules import RunningModules
@@ -244,7 +252,8 @@ class BlamedStep:
             norm = size = math.nan
         rows = [tally.row(place, norm, size) for place, tally in recorder.tallies.items()]
         changes = sum(tally.loss_change for tally in recorder.tallies.values())
-        in_order = rows if cause else ranked(rows, torch.finfo(self.dtype).eps / 2)
+        roundoff = roundoff_in(self._runs) if self._runs else torch.finfo(self.dtype).eps / 2
+        in_order = rows if cause else ranked(rows, roundoff)
         return Blame(
             sorted(in_order, key=lambda row: _place_of(row) != maker),
             str(self.dtype).removeprefix("torch."),
@@ -257,7 +266,7 @@ class BlamedStep:
             recorder.low_flops,
             cause,
             self.recipe.name or "a recipe" if self.recipe and self._runs else "",
-            max((roundoff_of(row, torch.finfo(self.dtype).eps / 2) for row in rows), default=0.0),
+            max((roundoff_of(row, roundoff) for row in rows), default=roundoff),
         )
 
     def _not_finite_in_float32(self, loss: float) -> tuple[str, Place | None]:
@@ -325,6 +334,7 @@ class BlamedStep:
             search,
             in_float32=in_float32,
             recipe=self.recipe,
+            step=roundoff_in(self._runs) / 2 if self._runs else STEP,
         )
         recorder.takes_scale = takes_scale
         recorder.keep([] if self._model is None else list(self._model.buffers()))

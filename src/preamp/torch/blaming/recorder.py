@@ -49,7 +49,7 @@ from preamp.torch.blaming.saved import Kept, Packed, Saved, difference_of, packe
 from preamp.torch.blaming.tallies import Errors, Place, Tally, sum_of
 from preamp.torch.running_modules import RunningModules
 
-STEP = 2.0**-7  # how far aside `there` is, relative to each value of a weight
+STEP = 2.0**-7  # how far aside `there` is in float16 and bfloat16
 # Whose lines are not the program's.
 HIDDEN = (*torch.__path__, *preamp.__path__, contextlib.__file__, "<")
 NEGLIGIBLE = 1e-3  # of the error of a gradient that was inherited
@@ -117,8 +117,10 @@ class World:
             before the backward pass, so their copies have values of their own.
     """
 
-    def __init__(self, noise: torch.Generator | None = None, *, gradients: bool = True) -> None:
-        self._noise = noise
+    def __init__(
+        self, noise: torch.Generator | None = None, step: float = STEP, *, gradients: bool = True
+    ) -> None:
+        self._noise, self._step = noise, step
         self._gradients = gradients
         self._copies: Any = WeakTensorKeyDictionary()
         self.written: Any = WeakTensorKeyDictionary()
@@ -145,7 +147,7 @@ class World:
         copy = raised(value).clone() if tensor in self.written else raised(value)
         if self._noise is not None:
             noise = torch.randn(copy.shape, generator=self._noise, dtype=torch.float32)
-            copy = copy + STEP * size_of(copy) * noise.to(copy)
+            copy = copy + self._step * size_of(copy) * noise.to(copy)
         if self._gradients:
             copy = copy.detach().requires_grad_()
             self.leaves.append((tensor, copy))
@@ -290,7 +292,9 @@ class Call:
             pairs = zip(self.deltas, self._gradients["here"], self._gradients["there"], strict=True)
             for delta, here, there in pairs:
                 if delta is not None and here is not None and there is not None:
-                    self.forward().add_effect(there - here, unpacked(delta, here), scale=1 / STEP)
+                    self.forward().add_effect(
+                        there - here, unpacked(delta, here), scale=1 / self._recorder.step
+                    )
             self._gradients.clear()
             self.deltas = []
 
@@ -386,7 +390,7 @@ class Call:
         self._counted.add(row)
         tally.add(errors, own=own, inherited=self._gone, scale=scale)
         moved = difference_of(there, base).to(gradient)
-        tally.add_effect(moved, errors.delta, scale=own / STEP)
+        tally.add_effect(moved, errors.delta, scale=own / self._recorder.step)
         return None
 
 
@@ -420,6 +424,7 @@ class Recorder(TorchFunctionMode):
         *,
         in_float32: bool = False,
         recipe: Recipe | None = None,
+        step: float = STEP,
     ) -> None:
         """Make a recorder for one run.
 
@@ -434,6 +439,8 @@ class Recorder(TorchFunctionMode):
             in_float32: nothing is compared, so that `here` is the step in float32, with its gradients.
             recipe: that of the step, or whose high precision the step has. Linear layers then have a row for
                 each of their products.
+            step: how far aside `there` is, relative to each value of a weight: about as far as the step's
+                errors go, because where a ReLU's input changes its sign they are not proportional.
         """
         super().__init__()
         self.device_type, self.loss_scale = device_type, loss_scale
@@ -445,7 +452,8 @@ class Recorder(TorchFunctionMode):
         self.search = search
         self._thread = threading.get_ident()
         noise = torch.Generator().manual_seed(seed) if alone is None else None
-        self.here, self.there, self.exact = World(), World(noise), World(gradients=False)
+        self.step = step
+        self.here, self.there, self.exact = World(), World(noise, step), World(gradients=False)
         self.worlds = {"here": self.here, "there": self.there, "exact": self.exact}
         self.saved = Saved(self.there.addresses)
         self._checked = operators.checked_functions()
