@@ -8,7 +8,7 @@ flush subnormal numbers and drop NaN. Sources: the OCP's MX specification 1.0, T
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from preamp.recipes.values import FORMATS, Quant
@@ -192,7 +192,7 @@ def quantized(
     quant: Quant,
     draw: int = 0,
     scale: Array | None = None,
-    seen: Seen | None = None,
+    seen: Sequence[Seen] = (),
 ) -> Array:
     """Return what a matrix stands for that is quantized; its last axis is the one that is summed over.
 
@@ -202,8 +202,7 @@ def quantized(
         quant: how it is quantized.
         draw: of stochastic rounding; others round independently.
         scale: of earlier steps; None computes it.
-        seen: called with the matrix, rotated if the recipe does that, with the matrix times the scales, as it
-            is rounded, and with the result.
+        seen: called with the matrix, after any rotation, with what is rounded, and with the result.
     """
     if quant.hadamard:
         x = xp.rotated(x.reshape(-1, ROTATED), HADAMARD).reshape(x.shape)
@@ -227,8 +226,8 @@ def quantized(
     random = in_blocks(noise(xp, x, draw)) if quant.stochastic else None
     scaled = encode(blocks)
     low = whole(decode(rounded(xp, scaled, quant.format, random)))
-    if seen is not None:
-        seen(x, whole(scaled), low)
+    for each in seen:
+        each(x, whole(scaled), low)
     return low
 
 

@@ -442,7 +442,7 @@ def _line(row: SnapshotRow) -> str:
 
 
 def _operand_line(row: QuantizedRow) -> str:
-    numbers = f"{_percent(row.flushed):>9}{_percent(row.saturated):>13}{row.sqnr:>9.1f}"
+    numbers = f"{_percent(row.flushed):>9}{_percent(row.saturated):>13}{row.sqnr:>9.3g}"
     return f"    {row.product + ' ' + row.operand:<20}{row.format:<8}{numbers}"
 
 

@@ -26,7 +26,8 @@ from preamp.scaling import Spike
 FORMAT = 1
 GIVEN: dict[str, Kind] = {"inputs": "input", "weights": "weight"}  # the optional lists of a snapshot's rows
 QUANTIZED: dict[str, Any] = {"name": str, "product": str, "operand": str, "format": str, "values": int}
-QUANTIZED |= dict.fromkeys(("flushed", "saturated", "sqnr"), (int, float, str))
+NUMBERS_OF_QUANTIZED = ("flushed", "saturated", "sqnr")
+QUANTIZED |= dict.fromkeys(NUMBERS_OF_QUANTIZED, (int, float, str))
 WORDS = {"product": PRODUCTS, "operand": get_args(Operand), "format": tuple(FORMATS)}
 EXACT: dict[str, Any] = {"smallest": (int, float), "largest": (int, float), "nans": int}
 KEYS = tuple("peak" if name == "amax" else name for name in FIELDS)  # in files: "peak" since 0.1
@@ -351,16 +352,15 @@ def _row(entry: Any, kinds: Sequence[Kind]) -> SnapshotRow:
 
 def _quantized_row(entry: Any) -> QuantizedRow:
     values = _fields(entry, "a quantized operand", QUANTIZED, {})
-    for name, words in WORDS.items():
-        if values[name] not in words:
-            raise TraceError(f"{name} is {values[name]!r:.60}, not one of {', '.join(words)}")
-    numbers = {name: values[name] for name in ("flushed", "saturated", "sqnr")}
-    shares = [value for name, value in numbers.items() if name != "sqnr"]
-    if not (values["values"] >= 0 and all(map(is_number, numbers.values()))):
-        raise TraceError(f"a number of a quantized operand is not one: {values!r:.200}")
-    if not all(0.0 <= float(share) <= 1.0 for share in shares):
-        raise TraceError(f"flushed or saturated of a quantized operand is not from 0 to 1: {shares!r:.60}")
-    return QuantizedRow(**{**values, **{name: float(value) for name, value in numbers.items()}})
+    numbers = {name: values[name] for name in NUMBERS_OF_QUANTIZED}
+    fits = {name: values[name] in words for name, words in WORDS.items()}
+    fits |= {name: is_number(number) for name, number in numbers.items()}
+    fits |= {name: fits[name] and 0.0 <= float(numbers[name]) <= 1.0 for name in ("flushed", "saturated")}
+    fits["values"] = 0 <= values["values"] < 2**63
+    for name, is_fit in fits.items():
+        if not is_fit:
+            raise TraceError(f"{name} of a quantized operand is {values[name]!r:.60}, which is not valid")
+    return QuantizedRow(**{**values, **{name: float(number) for name, number in numbers.items()}})
 
 
 def _fields(entry: Any, place: str, types: Mapping[str, Any], optional: Mapping[str, Any]) -> dict[str, Any]:

@@ -191,9 +191,7 @@ def _operands(snapshot: Snapshot, name: str) -> str:
     if not rows:
         return ""
     count = len(snapshot.quantized)
-    which = (
-        f"the {len(rows)} noisiest of {count} operands" if len(rows) < count else "operands, noisiest first"
-    )
+    which = f"the worst {len(rows)} of {count} operands" if len(rows) < count else "operands, worst first"
     return f"<h3>{escape(name)}: {which}</h3>{OPERANDS}{_table(list(map(_operand, rows)))}"
 
 

@@ -58,8 +58,8 @@ def linear(
         calls = [call for watch in watching.values() if (call := watch(recipe))]
     with torch.no_grad():
         low = _operand(x, recipe, 0, scales, calls, keeps), _operand(w, recipe, 1, scales, calls, keeps)
-    _note(calls, "fprop")
     product: Tensor = _Product.apply(x, w, *low, recipe, scales, calls)  # type: ignore[no-untyped-call]
+    _note(calls, "fprop")
     result = product.reshape(shape)
     return result if bias is None else result + bias.to(high)
 
@@ -98,13 +98,13 @@ class _Product(torch.autograd.Function):
         scales, calls = ctx.scales, ctx.calls
         low_g = _operand(g, recipe, 2, scales, calls)
         if ctx.needs_input_grad[0]:
-            dx = (low_g @ (w if recipe.once.w else _operand(w.T, recipe, 3, scales, calls).T)).to(g.dtype)
+            w = w if recipe.once.w else _operand(w.T, recipe, 3, scales, calls).T
+            dx = (low_g @ w).to(g.dtype)
             _note(calls, "dgrad")
         if ctx.needs_input_grad[1]:
             transposed = low_g.T if recipe.once.g else _operand(g.T, recipe, 4, scales, calls)
-            dw = (transposed @ (x if recipe.once.x else _operand(x.T, recipe, 5, scales, calls).T)).to(
-                g.dtype
-            )
+            x = x if recipe.once.x else _operand(x.T, recipe, 5, scales, calls).T
+            dw = (transposed @ x).to(g.dtype)
             _note(calls, "wgrad")
         return dx, dw, None, None, None, None, None
 
@@ -128,7 +128,7 @@ def _operand(
         keeps: leave them as they are.
     """
     x, quant = x.float(), recipe.quants[place]
-    seen = partial(_show, calls, place) if calls else None
+    seen = [partial(call.quantized, place) for call in calls]
     if quant is None or not quant.history:
         return x if quant is None else quantized(ARRAYS, x, quant, seen=seen)
     state = scales[place]
@@ -139,8 +139,3 @@ def _operand(
         state.copy_(next_state(ARRAYS, quant, state, x))
     result: Tensor = low
     return result
-
-
-def _show(calls: list[Call], place: int, *arrays: Tensor) -> None:
-    for call in calls:
-        call.quantized(place, *arrays)

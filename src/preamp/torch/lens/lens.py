@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 
-from preamp.arrays.torch_compat import (
-    is_compiler_off,
-    is_exporting,
-    mark_constant,
-)
+from preamp.arrays.torch_compat import is_compiler_off, is_exporting, mark_constant
 from preamp.checks import callable_or_none, level_of_caller, whole
 from preamp.errors import PolicyError, UsageError
 from preamp.record.exponents import BANDS
@@ -53,6 +49,9 @@ class Lens:
     Values that are float16 when they are counted have already lost what float16 flushes: it is in `zeros`.
     `flushed` is about wider values, such as float32 gradients of parameters.
 
+    In a region with a recipe, `Snapshot.quantized` also has what becomes zero and what saturates in each
+    operand of the products of linear layers, and its ratio of signal to noise.
+
     A model in `torch.compile(model)` runs eagerly on a sampled pass, and nothing is recompiled. Where a whole
     training step is compiled, the lens records nothing, and warns when the step is compiled. It also warns
     where parts of the model are called and trained but the model itself is not, as with `model.encoder(x)`
@@ -66,7 +65,7 @@ class Lens:
         on_snapshot: called with every `Snapshot`; `trace.add_snapshot` is such a callable.
         low_dtype: the low precision, as a dtype or its name. None: autocast's dtype, or the narrowest among
             the recorded values, or float16.
-        activations: False counts only gradients, without weights, inputs and outputs.
+        activations: False counts only gradients, without weights, inputs, outputs and quantized operands.
 
     Attributes:
         every: as given. It may be changed at any time.

@@ -15,9 +15,7 @@ from preamp.record.snapshots import QuantizedRow
 
 PLACES: tuple[Operand, ...] = ("input", "weight", "gradient", "weight", "gradient", "input")
 """What the operands in `Recipe.quants` are."""
-SLACK = (
-    1 + 2.0**-20
-)  # scales are rounded, so the largest value of a block can be a few float32 steps too large
+SLACK = 1 + 2.0**-20  # scales are rounded, and may bring the largest value a bit too high
 COUNTS = 6
 
 
@@ -93,13 +91,13 @@ Counts = tuple[int, Tensor]
 after, and the sums of the squares of those and of their errors."""
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def _counted(x: Tensor, scaled: Tensor, low: Tensor, largest: float) -> Counts:
     wide, error, is_nonzero = widest(x.device), low - x, x != 0
     is_finite = error.isfinite()
     parts = (
         *(is_nonzero, is_nonzero & (low == 0), scaled.abs() > largest * SLACK, is_finite),
-        # In float64: the squares of small gradients are 0 in float32.
+        # In float64, where there is one: the squares of small gradients are 0 in float32.
         *(torch.where(is_finite, each, 0.0).to(wide).square() for each in (x, error)),
     )
     return x.numel(), torch.stack([part.sum(dtype=wide) for part in parts])

@@ -41,7 +41,7 @@ class PassRecorder:
         model: whose modules are recorded.
         scaler: a `GradScaler` of preamp or PyTorch; None for a scale of 1.
         index: the number of the step, for a scaler that does not count steps.
-        activations: whether inputs, weights, outputs and quantized operands are counted too, besides gradients.
+        activations: whether inputs, weights, outputs and quantized operands are counted, besides gradients.
 
     Attributes:
         in_backward: True from the first gradient on.
@@ -65,7 +65,9 @@ class PassRecorder:
         self._index: int | Tensor = index
         self._open = True
         self.in_backward = False
-        self._handles: list[RemovableHandle] = [register_module_forward_hook(self._record_output)]
+        self._handles: list[RemovableHandle] = [
+            register_module_forward_hook(self._record_output, always_call=True)  # so that `_running` is right
+        ]
         if activations:
             self._handles += [
                 module.register_forward_pre_hook(self.record_input, with_kwargs=True)
@@ -152,10 +154,8 @@ class PassRecorder:
         return None if name is None or is_inside() else Call(self._operands, name, recipe)
 
     def _record_output(self, module: torch.nn.Module, _: object, output: object) -> None:
-        while len(self._running) > 1 and self._running.pop() != id(
-            module
-        ):  # those that raised are there, too
-            pass
+        if self._running[-1] == id(module) and len(self._running) > 1:
+            self._running.pop()
         name = self._modules.get(id(module))
         if name is not None:
             self._watch_parameters(name, module)
