@@ -22,7 +22,7 @@ from preamp.report.heat import TITLES, WHOLE, heat_figure, heat_table
 from preamp.report.strips import Strip, side_by_side
 
 MOST_SNAPSHOTS = 4
-MOST_OPERANDS = 12
+MOST_OPERANDS = 8
 
 STYLE = """
 :root { color-scheme: light; }
@@ -196,8 +196,8 @@ def _operands(snapshot: Snapshot, name: str) -> str:
 
 
 OPERANDS = (
-    "<p>What the recipe's formats do to the two operands of each product: values other than zero that become "
-    "zero, values beyond the largest number of the format, and the ratio of signal to noise.</p>"
+    "<p>What the recipe does to the two operands of each product: how many values other than zero become "
+    "zero, how many are beyond the format's largest number after scaling, and the ratio of signal to noise.</p>"
 )
 
 
