@@ -187,12 +187,7 @@ def next_state(xp: Arrays, quant: Quant, state: Array, x: Array) -> Array:
 
 
 def quantized(
-    xp: Arrays,
-    x: Array,
-    quant: Quant,
-    draw: int = 0,
-    scale: Array | None = None,
-    seen: Sequence[Seen] = (),
+    xp: Arrays, x: Array, quant: Quant, draw: int = 0, scale: Array | None = None, seen: Sequence[Seen] = ()
 ) -> Array:
     """Return what a matrix stands for that is quantized; its last axis is the one that is summed over.
 

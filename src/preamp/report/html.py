@@ -197,7 +197,8 @@ def _operands(snapshot: Snapshot, name: str) -> str:
 
 OPERANDS = (
     "<p>What the recipe does to the two operands of each product: how many values other than zero become "
-    "zero, how many are beyond the format's largest number after scaling, and the ratio of signal to noise.</p>"
+    "zero, how many are beyond the format's largest number after scaling, and the ratio of signal to "
+    "noise.</p>"
 )
 
 

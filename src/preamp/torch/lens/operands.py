@@ -51,13 +51,7 @@ class Operands:
 
 
 class Call:
-    """The operands of one call of a linear layer, in its forward pass and in its backward pass.
-
-    Args:
-        operands: what they are added to.
-        name: of the module.
-        recipe: of the call.
-    """
+    """The operands of one call of a linear layer in a module, in its forward and its backward pass."""
 
     def __init__(self, operands: Operands, name: str, recipe: Recipe) -> None:
         self._operands, self._name, self._recipe = operands, name, recipe
