@@ -21,6 +21,7 @@ from preamp import (
     Moving,
     Policy,
     PolicyError,
+    QuantizedRow,
     Reading,
     ScaleExhausted,
     Snapshot,
@@ -34,6 +35,7 @@ from preamp.policy.logarithm import two_to as two_to
 from preamp.policy.registry import RULES
 from preamp.policy.registry import from_json as from_json
 from preamp.policy.registry import to_json as to_json
+from preamp.recipes.values import FORMATS
 from preamp.record.exponents import BANDS
 from preamp.record.snapshots import Kind
 
@@ -242,6 +244,18 @@ def _rows(most: int, *kinds: Kind) -> st.SearchStrategy[tuple[SnapshotRow, ...]]
     return st.lists(snapshot_rows(*kinds), max_size=most).map(tuple)
 
 
+_shares = st.floats(0.0, 1.0)
+_quantized = st.builds(
+    QuantizedRow,
+    _names,
+    st.sampled_from(["fprop", "dgrad", "wgrad"]),
+    st.sampled_from(["input", "weight", "gradient"]),
+    st.sampled_from(list(FORMATS)),
+    st.integers(0, 2**63 - 1),
+    _shares,
+    _shares,
+    st.floats(),
+)
 snapshots = st.builds(
     Snapshot,
     st.integers(),
@@ -250,4 +264,5 @@ snapshots = st.builds(
     _rows(5, "activation", "flow", "gradient"),
     _rows(2, "input"),
     _rows(2, "weight"),
+    st.lists(_quantized, max_size=3, unique_by=lambda row: row[:4]).map(tuple),
 )

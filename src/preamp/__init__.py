@@ -34,7 +34,7 @@ from preamp.policy import (
     TolerantState,
 )
 from preamp.record.exponents import Band, ExponentHistogram
-from preamp.record.snapshots import Snapshot, SnapshotRow
+from preamp.record.snapshots import QuantizedRow, Snapshot, SnapshotRow
 from preamp.record.trace import Summary, Trace
 from preamp.scaling import Spike, Step
 from preamp.simulation import processes
@@ -58,6 +58,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "PreampError",
+    "QuantizedRow",
     "Reading",
     "ScaleExhausted",
     "Snapshot",

@@ -85,14 +85,17 @@ def test_parts_of_a_snapshot_whose_scale_is_nan_are_joined() -> None:
 def test_snapshots_that_were_taken_apart_can_be_joined(seen: list[Snapshot], random: Any) -> None:
     whole = []
     for index, one in enumerate(seen):
-        named = [list({(r.what, r.name): r for r in rows}.values()) for rows in one[3:]]
+        named = [list({(r.what, r.name): r for r in rows}.values()) for rows in one[3:6]]
         computed = sorted(named[0], key=lambda r: KINDS.index(r.what))
-        whole.append(Snapshot(index, one.scale, one.low_dtype, *map(tuple, (computed, *named[1:]))))
+        whole.append(
+            Snapshot(index, one.scale, one.low_dtype, *map(tuple, (computed, *named[1:])), one.quantized)
+        )
     parts = []
     for one in whole:
-        of_one = [one._replace(rows=(), inputs=(), weights=())]
+        of_one = [one._replace(rows=(), inputs=(), weights=(), quantized=())]
         of_one += [of_one[0]._replace(rows=tuple(r for r in one.rows if r.what == what)) for what in KINDS]
         of_one += [of_one[0]._replace(inputs=one.inputs), of_one[0]._replace(weights=one.weights)]
+        of_one += [of_one[0]._replace(quantized=one.quantized)]
         random.shuffle(of_one)
         parts += of_one
     assert merge_snapshots(parts) == whole
@@ -232,6 +235,8 @@ ROW = {
     "nonfinite": 0,
 }
 LOOK = {"index": 3, "scale": 8.0, "low_dtype": "float16", "rows": [ROW]}
+OPERAND = {"name": "a", "product": "dgrad", "operand": "weight", "format": "e2m1", "values": 4}
+OPERAND |= {"flushed": 0.25, "saturated": 0.0, "sqnr": "inf"}
 ABSENT = object()
 
 
@@ -248,6 +253,14 @@ HOSTILE = [
     *[(changed(LOOK, "index", value), "index") for value in (True, 0.5, "1", None, 10**400)],
     *[(changed(LOOK, "scale", value), "scale") for value in (True, "2", None, [], 10**400)],
     *[(changed(LOOK, "low_dtype", value), "low_dtype") for value in (16, None, "float12", "")],
+    *[(changed(LOOK, "quantized", value), "quantized") for value in (None, {}, "x", [1], [ROW])],
+    *[
+        (changed(LOOK, "quantized", [changed(OPERAND, name, value)]), name)
+        for name in OPERAND
+        for value in (ABSENT, None, True, [], "x", -1)
+        if (name, value) not in (("name", "x"), ("sqnr", -1))
+    ],
+    (changed(LOOK, "quantized", [changed(OPERAND, "flushed", 1.5)]), "flushed"),
     *[(changed(LOOK, "rows", value), "rows") for value in (None, {}, "x")],
     *[(changed(LOOK, "rows", [value]), "a snapshot's row") for value in (None, [], 1)],
     *[(changed(LOOK, "rows", [changed(ROW, "name", value)]), "name") for value in (1, None)],
@@ -378,12 +391,12 @@ def test_any_snapshot_is_a_table_of_at_most_80_columns_that_names_what_it_leaves
     everything = seen.table(None)
     shown = len(re.findall(r"^    \w", text, re.MULTILINE))
     assert len(re.findall(r"^    \w", everything, re.MULTILINE)) == len(
-        seen.rows + seen.inputs + seen.weights
+        seen.rows + seen.inputs + seen.weights + seen.quantized
     )
     hidden = sum(map(int, re.findall(r"^  \.\.\. (\d+) more$", text, re.MULTILINE)))
-    assert ("print(snapshot.table(None)) shows all modules." in text) == (hidden > 0)
+    assert ("print(snapshot.table(None)) shows all." in text) == (hidden > 0)
     assert (hidden == 0) == (text == everything)
-    assert shown or not seen.rows
+    assert shown or not (seen.rows or seen.quantized)
     assert str(seen) == seen.table()
     copied = Trace()
     copied.add_snapshot(seen)

@@ -17,7 +17,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from matplotlib.text import Text
 
-from preamp import ExponentHistogram, Snapshot, SnapshotRow, Step, Trace
+from preamp import ExponentHistogram, QuantizedRow, Snapshot, SnapshotRow, Step, Trace
 from preamp.record.exponents import BANDS
 from preamp.report import (
     Curve,
@@ -405,3 +405,15 @@ def test_the_page_shows_what_a_lens_has_seen_with_its_numbers(tmp_path):
         for row in heat.heat_table(trace.snapshots[-1], kind):
             assert f'<td data-label="rounds to zero">{row["rounds to zero"]}</td>' in text
     assert text.count('<td data-label="module">body.2</td>') == 3
+
+
+def test_the_page_has_the_worst_operands_of_a_recipe(tmp_path):
+    rows = [QuantizedRow(f"<{n}>", "dgrad", "weight", "e2m1", 64, 0.25, 0.5, 40.0 - n) for n in range(20)]
+    trace = Trace()
+    trace.add_snapshot(snapshot()._replace(quantized=(*rows, rows[0]._replace(name="", sqnr=float("nan")))))
+    text = page(tmp_path, curves=[Curve("seen", trace)])
+    assert re.findall(r'"SQNR">(.*?)<', text) == ["nan dB", *(f"{21 + n}.0 dB" for n in range(7))]
+    assert "the worst 8 of 21 operands" in text
+    assert '<td data-label="module">&lt;19&gt;</td><td data-label="product">dgrad</td>' in text
+    trace.add_snapshot(snapshot())
+    assert "operands" not in page(tmp_path, curves=[Curve("seen", trace)])

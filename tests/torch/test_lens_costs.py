@@ -99,9 +99,9 @@ def test_hooks_are_on_the_model_in_the_sampled_forward_alone() -> None:
     after = hooks(model)
     out.sum().backward()
     train(model, 1)
-    # Mine; the counter; on a sampled pass the root's, one for all modules, one on each of three layers, and
+    # Mine; the counter; on a sampled pass the root's, two for all modules, one on each of three layers, and
     # those on the parameters of the first layer, which has run.
-    assert inside == [9, 2]
+    assert inside == [10, 2]
     assert after == 2 + 4  # waiting for four gradients
     assert hooks(model) == 2
     lens.close()

@@ -86,8 +86,8 @@ def snapshot(
     read = map(_histogram, names, jax.device_get(counts))
     rows = tuple(map(SnapshotRow, names, [what] * len(names), _dtypes(like, len(names)), read))
     computed = () if what in ("input", "weight") else rows
-    given = {"inputs": rows} if what == "input" else {"weights": rows} if what == "weight" else {}
-    return Snapshot(int(index), float(scale), low_dtype, computed, **given)
+    inputs, weights = (rows if what == kind else () for kind in ("input", "weight"))
+    return Snapshot(int(index), float(scale), low_dtype, computed, inputs, weights)
 
 
 def flow_slot() -> FlowSlot:

@@ -8,13 +8,14 @@ flush subnormal numbers and drop NaN. Sources: the OCP's MX specification 1.0, T
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from preamp.recipes.values import FORMATS, Quant
 
 Array: TypeAlias = Any
 Change: TypeAlias = Callable[[Array], Array]
+Seen: TypeAlias = Callable[[Array, Array, Array], object]
 
 BIAS, MANTISSA = 127, 23  # of float32
 EXPONENTS, FRACTION = 0xFF, (1 << MANTISSA) - 1
@@ -185,7 +186,9 @@ def next_state(xp: Arrays, quant: Quant, state: Array, x: Array) -> Array:
     return xp.joined([scale, state[:1], history])
 
 
-def quantized(xp: Arrays, x: Array, quant: Quant, draw: int = 0, scale: Array | None = None) -> Array:
+def quantized(
+    xp: Arrays, x: Array, quant: Quant, draw: int = 0, scale: Array | None = None, seen: Sequence[Seen] = ()
+) -> Array:
     """Return what a matrix stands for that is quantized; its last axis is the one that is summed over.
 
     Args:
@@ -194,6 +197,7 @@ def quantized(xp: Arrays, x: Array, quant: Quant, draw: int = 0, scale: Array | 
         quant: how it is quantized.
         draw: of stochastic rounding; others round independently.
         scale: of earlier steps; None computes it.
+        seen: called with the matrix, after any rotation, with what is rounded, and with the result.
     """
     if quant.hadamard:
         x = xp.rotated(x.reshape(-1, ROTATED), HADAMARD).reshape(x.shape)
@@ -205,6 +209,9 @@ def quantized(xp: Arrays, x: Array, quant: Quant, draw: int = 0, scale: Array | 
         x = xp.padded(x, *more) if any(more) else x
         return x.reshape((x.shape[0] // rows, rows, x.shape[1] // columns, columns))
 
+    def whole(blocks: Array) -> Array:
+        return blocks.reshape((free + more[0], summed + more[1]))[:free, :summed]
+
     blocks = in_blocks(x)
     if scale is None:
         amax = xp.amax(blocks, (1, 3))
@@ -212,8 +219,11 @@ def quantized(xp: Arrays, x: Array, quant: Quant, draw: int = 0, scale: Array | 
     else:
         encode, decode = given(xp, scale)
     random = in_blocks(noise(xp, x, draw)) if quant.stochastic else None
-    low = rounded(xp, encode(blocks), quant.format, random)
-    return decode(low).reshape((free + more[0], summed + more[1]))[:free, :summed]
+    scaled = encode(blocks)
+    low = whole(decode(rounded(xp, scaled, quant.format, random)))
+    for each in seen:
+        each(x, whole(scaled), low)
+    return low
 
 
 def _power_below(xp: Arrays, x: Array) -> Array:

@@ -127,6 +127,7 @@ class Once(NamedTuple):
 
 Operands = tuple[Quant, Quant] | None
 Product = Literal["fprop", "dgrad", "wgrad"]
+Operand = Literal["input", "weight", "gradient"]
 PRODUCTS: tuple[Product, ...] = get_args(Product)
 CONSTANTS: dict[str, Recipe] = {}
 """The recipes of this module, by their names."""

@@ -14,11 +14,13 @@ from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias
 
 from preamp.checks import positive, whole
+from preamp.recipes.values import Operand, Product
 from preamp.record.exponents import BANDS, Band, ExponentHistogram, exponent_of
 
 __all__ = [
     "Fit",
     "Kind",
+    "QuantizedRow",
     "Snapshot",
     "SnapshotRow",
     "merge_snapshots",
@@ -71,6 +73,31 @@ class SnapshotRow(NamedTuple):
         return "backward" if self.what in ("flow", "gradient") else "forward"
 
 
+class QuantizedRow(NamedTuple):
+    """What a recipe's format does to one operand of a product of linear layers, in all calls of a module.
+
+    Attributes:
+        name: the dotted name of the module that was running, "" for the root.
+        product: "fprop", "dgrad" or "wgrad".
+        operand: of it: "input", "weight" or "gradient".
+        format: of its elements, such as "e4m3".
+        values: how many there are.
+        flushed: the share of those other than 0 that became 0, from 0 to 1.
+        saturated: the share of all that were beyond the format's largest number after scaling.
+        sqnr: the power of the finite values over that of their errors, in dB; inf if all are exact, NaN if
+            none is finite.
+    """
+
+    name: str
+    product: Product
+    operand: Operand
+    format: str
+    values: int
+    flushed: float
+    saturated: float
+    sqnr: float
+
+
 class Fit(NamedTuple):
     """How the values of a row fit into the low dtype.
 
@@ -101,6 +128,7 @@ class Snapshot(NamedTuple):
         inputs: the inputs of modules that have parameters of their own or no submodules, in the order of the
             calls. Empty if they were not recorded.
         weights: the parameters that were used, likewise.
+        quantized: what a recipe quantized, in the order of computation.
 
     `print(snapshot)` shows all of this as a table.
     """
@@ -111,6 +139,7 @@ class Snapshot(NamedTuple):
     rows: tuple[SnapshotRow, ...]
     inputs: tuple[SnapshotRow, ...] = ()
     weights: tuple[SnapshotRow, ...] = ()
+    quantized: tuple[QuantizedRow, ...] = ()
 
     def __str__(self) -> str:
         return self.table()
@@ -118,13 +147,16 @@ class Snapshot(NamedTuple):
     def table(self, modules: int | None = SHOWN) -> str:
         """Return smallest and largest magnitude, zeros, inf and NaN of each module, as plain text.
 
+        What a recipe quantized follows, worst first.
+
         Lines are at most 80 columns wide. Magnitudes of the backward pass are those in the tensors, which
         are multiplied by the loss scale. Where only a histogram is known, they are powers of two, and the
         largest magnitude is less than twice the number shown.
 
         Args:
-            modules: the most modules to show of each pass; None for all. If there are more, those next to
-                the first inf or NaN are shown, or else those that lose most.
+            modules: the most modules to show of each pass, and the most quantized operands; None for all. If
+                there are more, the modules next to the first inf or NaN are shown, or else those that lose
+                most.
 
         Raises:
             PolicyError: for a number of modules that is not a whole number of at least 1.
@@ -153,6 +185,11 @@ class Snapshot(NamedTuple):
         if all(row.direction == "forward" for row in self.path):
             return None
         return self.path[0]
+
+    @property
+    def noisiest(self) -> list[QuantizedRow]:
+        """The rows of `quantized`, those of the lowest SQNR first."""
+        return sorted(self.quantized, key=lambda row: -math.inf if math.isnan(row.sqnr) else row.sqnr)
 
     @property
     def limit(self) -> SnapshotRow | None:
@@ -268,10 +305,11 @@ def merge_snapshots(snapshots: Iterable[Snapshot]) -> list[Snapshot]:
         snapshots: of any steps, in any order; the result is in the order of their first parts.
     """
     merged: list[Snapshot] = []
-    names: list[set[tuple[Kind, str]]] = []  # of the rows of each
+    names: list[set[tuple[str, ...]]] = []  # of the rows of each
     latest: dict[int, int] = {}  # by step, the place of the snapshot that further parts are merged into
     for snapshot in snapshots:
-        rows = {(row.what, row.name) for row in (*snapshot.inputs, *snapshot.weights, *snapshot.rows)}
+        rows: set[tuple[str, ...]] = {row[:4] for row in snapshot.quantized}
+        rows |= {(row.what, row.name) for row in (*snapshot.inputs, *snapshot.weights, *snapshot.rows)}
         place = latest.get(snapshot.index)
         if place is None or rows & names[place] or not _fit_together(merged[place], snapshot):
             latest[snapshot.index] = len(merged)
@@ -302,6 +340,7 @@ def _both(one: Snapshot, other: Snapshot) -> Snapshot:
         tuple(rows),
         (*one.inputs, *other.inputs),
         (*one.weights, *other.weights),
+        (*one.quantized, *other.quantized),
     )
 
 
@@ -328,9 +367,19 @@ def _table(snapshot: Snapshot, most: int | None) -> Iterator[str]:
             yield ""
             yield f"{title:<30}{'min':>10}{'max':>10}{'zero %':>8}  inf, NaN"
             yield from _lines(blocks, shown)
+    operands = snapshot.noisiest[:most]
+    if operands:
+        yield ""
+        yield f"{'quantized, worst first':<24}{'format':<8}{'flushed %':>9}{'saturated %':>13}{'SQNR dB':>9}"
+        for name, rows in groupby(operands, key=_name):
+            yield from _wrapped(_printable(name), "  ")
+            yield from map(_operand_line, rows)
+        if len(operands) < len(snapshot.quantized):
+            yield f"  ... {len(snapshot.quantized) - len(operands)} more"
+            hidden += 1
     if hidden:
         yield ""
-        yield "print(snapshot.table(None)) shows all modules."
+        yield "print(snapshot.table(None)) shows all."
 
 
 def _blocks(snapshot: Snapshot) -> tuple[list[_Block], list[_Block]]:
@@ -346,7 +395,7 @@ def _blocks(snapshot: Snapshot) -> tuple[list[_Block], list[_Block]]:
     return [*forward, *given.items()], [(name, list(rows)) for name, rows in backward]
 
 
-def _name(row: SnapshotRow) -> str:
+def _name(row: SnapshotRow | QuantizedRow) -> str:
     return row.name
 
 
@@ -392,6 +441,11 @@ def _line(row: SnapshotRow) -> str:
     return f"{label:<30}{low:>10}{high:>10}{_zeros(histogram):>8}  {_nonfinite(row)}".rstrip()
 
 
+def _operand_line(row: QuantizedRow) -> str:
+    numbers = f"{_percent(row.flushed):>9}{_percent(row.saturated):>13}{row.sqnr:>9.3g}"
+    return f"    {row.product + ' ' + row.operand:<20}{row.format:<8}{numbers}"
+
+
 def _magnitude(exact: float | None, exponent: int | None, histogram: ExponentHistogram) -> str:
     if exact is not None:
         return f"{exact:.2e}"
@@ -403,7 +457,11 @@ def _magnitude(exact: float | None, exponent: int | None, histogram: ExponentHis
 def _zeros(histogram: ExponentHistogram) -> str:
     if not histogram.total:
         return "-"
-    percent = 100.0 * histogram.zeros / histogram.total
+    return _percent(histogram.zeros / histogram.total)
+
+
+def _percent(share: float) -> str:
+    percent = 100.0 * share
     return "<0.1" if 0.0 < percent < 0.05 else f"{percent:.1f}"
 
 

@@ -12,18 +12,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import fstat
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_args
 
 from preamp.checks import shown
 from preamp.errors import TraceError
+from preamp.recipes.values import FORMATS, PRODUCTS, Operand
 from preamp.record.columns import FIELDS, NAMES
 from preamp.record.exponents import BANDS, ExponentHistogram
 from preamp.record.files import packed_as
-from preamp.record.snapshots import COMPUTED, Kind, Snapshot, SnapshotRow
+from preamp.record.snapshots import COMPUTED, Kind, QuantizedRow, Snapshot, SnapshotRow
 from preamp.scaling import Spike
 
 FORMAT = 1
 GIVEN: dict[str, Kind] = {"inputs": "input", "weights": "weight"}  # the optional lists of a snapshot's rows
+QUANTIZED: dict[str, Any] = {"name": str, "product": str, "operand": str, "format": str, "values": int}
+NUMBERS_OF_QUANTIZED = ("flushed", "saturated", "sqnr")
+QUANTIZED |= dict.fromkeys(NUMBERS_OF_QUANTIZED, (int, float, str))
+WORDS = {"product": PRODUCTS, "operand": get_args(Operand), "format": tuple(FORMATS)}
 EXACT: dict[str, Any] = {"smallest": (int, float), "largest": (int, float), "nans": int}
 KEYS = tuple("peak" if name == "amax" else name for name in FIELDS)  # in files: "peak" since 0.1
 NUMBERS = ("scale", "new_scale", "loss", "grad_norm", "peak", "zeros", "seconds")
@@ -297,6 +302,10 @@ def snapshot_to_json(snapshot: Snapshot) -> dict[str, Any]:
         "rows": list(map(_row_to_json, snapshot.rows)),
         **{name: list(map(_row_to_json, rows)) for name in GIVEN if (rows := getattr(snapshot, name))},
     }
+    if snapshot.quantized:
+        entry["quantized"] = [
+            {name: to_json(value) for name, value in row._asdict().items()} for row in snapshot.quantized
+        ]
     snapshot_from_json(entry)
     return entry
 
@@ -309,14 +318,15 @@ def _row_to_json(row: SnapshotRow) -> dict[str, Any]:
 def snapshot_from_json(entry: Any) -> Snapshot:
     """Return the snapshot from the object that `snapshot_to_json` made of it."""
     types = {"index": int, "scale": (int, float, str), "low_dtype": str, "rows": list}
-    values = _fields(entry, "a snapshot", types, dict.fromkeys(GIVEN, list))
+    values = _fields(entry, "a snapshot", types, dict.fromkeys((*GIVEN, "quantized"), list))
     if not (is_number(values["index"]) and is_number(values["scale"])):
         raise TraceError(f"index or scale of a snapshot is not a number: {values['scale']!r:.60}")
     if values["low_dtype"] not in BANDS:
         raise TraceError(f"low_dtype is {values['low_dtype']!r:.60}, not one of {', '.join(BANDS)}")
     rows = {"rows": _rows(values["rows"], COMPUTED)}
     rows |= {name: _rows(values[name], (kind,)) for name, kind in GIVEN.items() if name in values}
-    return Snapshot(**{**values, "scale": float(values["scale"]), **rows})
+    quantized = tuple(map(_quantized_row, values.get("quantized", ())))
+    return Snapshot(**{**values, "scale": float(values["scale"]), **rows, "quantized": quantized})
 
 
 def _rows(entries: list[Any], kinds: Sequence[Kind]) -> tuple[SnapshotRow, ...]:
@@ -338,6 +348,19 @@ def _row(entry: Any, kinds: Sequence[Kind]) -> SnapshotRow:
     if not 0 <= exact.get("nans", 0) <= histogram.nonfinite:
         raise TraceError(f"nans of a snapshot's row is {exact['nans']!r:.60}, not from 0 to nonfinite")
     return SnapshotRow(values["name"], values["what"], values["dtype"], histogram, **exact)
+
+
+def _quantized_row(entry: Any) -> QuantizedRow:
+    values = _fields(entry, "a quantized operand", QUANTIZED, {})
+    numbers = {name: values[name] for name in NUMBERS_OF_QUANTIZED}
+    fits = {name: values[name] in words for name, words in WORDS.items()}
+    fits |= {name: is_number(number) for name, number in numbers.items()}
+    fits |= {name: fits[name] and 0.0 <= float(numbers[name]) <= 1.0 for name in ("flushed", "saturated")}
+    fits["values"] = 0 <= values["values"] < 2**63
+    for name, is_fit in fits.items():
+        if not is_fit:
+            raise TraceError(f"{name} of a quantized operand is {values[name]!r:.60}, which is not valid")
+    return QuantizedRow(**{**values, **{name: float(number) for name, number in numbers.items()}})
 
 
 def _fields(entry: Any, place: str, types: Mapping[str, Any], optional: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from preamp.doctor import Diagnosis, diagnose, lost_words
 from preamp.record.files import naming, replacing
-from preamp.record.snapshots import Snapshot, merge_snapshots
+from preamp.record.formatting import percent
+from preamp.record.snapshots import QuantizedRow, Snapshot, merge_snapshots
 from preamp.report.figures import Curve, loss_figure, scale_figure, zeros_figure
-from preamp.report.heat import TITLES, heat_figure, heat_table
+from preamp.report.heat import TITLES, WHOLE, heat_figure, heat_table
 from preamp.report.strips import Strip, side_by_side
 
 MOST_SNAPSHOTS = 4
+MOST_OPERANDS = 8
 
 STYLE = """
 :root { color-scheme: light; }
@@ -178,8 +180,38 @@ def _snapshot(name: str, snapshot: Snapshot) -> str:
     )
     return (
         f'<p><b>{escape(name)}.</b>{escape(lost_words(snapshot))}</p><div class="figures">{figures}</div>'
+        f"{_operands(snapshot, name)}"
         f"<details><summary>{escape(name)} in numbers</summary>{tables}</details>"
     )
+
+
+def _operands(snapshot: Snapshot, name: str) -> str:
+    """Return what a recipe does to its operands, worst first; nothing without a recipe."""
+    rows = snapshot.noisiest[:MOST_OPERANDS]
+    if not rows:
+        return ""
+    count = len(snapshot.quantized)
+    which = f"the worst {len(rows)} of {count} operands" if len(rows) < count else "operands, worst first"
+    return f"<h3>{escape(name)}: {which}</h3>{OPERANDS}{_table(list(map(_operand, rows)))}"
+
+
+OPERANDS = (
+    "<p>What the recipe does to the two operands of each product: how many values other than zero become "
+    "zero, how many are beyond the format's largest number after scaling, and the ratio of signal to "
+    "noise.</p>"
+)
+
+
+def _operand(row: QuantizedRow) -> dict[str, str]:
+    return {
+        "module": row.name or WHOLE,
+        "product": row.product,
+        "operand": row.operand,
+        "format": row.format,
+        "becomes zero": percent(row.flushed),
+        "saturates": percent(row.saturated),
+        "SQNR": f"{row.sqnr:.1f} dB",
+    }
 
 
 def _figure(svg: str) -> str:

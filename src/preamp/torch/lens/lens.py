@@ -13,18 +13,12 @@ from typing import Any
 
 import torch
 
-from preamp.arrays.torch_compat import (
-    is_compiler_off,
-    is_exporting,
-    is_in_backward,
-    is_in_transform,
-    mark_constant,
-)
+from preamp.arrays.torch_compat import is_compiler_off, is_exporting, mark_constant
 from preamp.checks import callable_or_none, level_of_caller, whole
 from preamp.errors import PolicyError, UsageError
 from preamp.record.exponents import BANDS
 from preamp.record.snapshots import Snapshot
-from preamp.torch.lens.recorder import PassRecorder, dtype_name, inner_of, tensors_in
+from preamp.torch.lens.recorder import PassRecorder, dtype_name, inner_of, is_inside, tensors_in
 from preamp.torch.scaling.grad_scaler import GradScaler
 
 SEARCH, SEARCH_SHARE = 100, 50
@@ -55,6 +49,9 @@ class Lens:
     Values that are float16 when they are counted have already lost what float16 flushes: it is in `zeros`.
     `flushed` is about wider values, such as float32 gradients of parameters.
 
+    In a region with a recipe, `Snapshot.quantized` also has what becomes zero and what saturates in each
+    operand of the products of linear layers, and its ratio of signal to noise.
+
     A model in `torch.compile(model)` runs eagerly on a sampled pass, and nothing is recompiled. Where a whole
     training step is compiled, the lens records nothing, and warns when the step is compiled. It also warns
     where parts of the model are called and trained but the model itself is not, as with `model.encoder(x)`
@@ -68,7 +65,7 @@ class Lens:
         on_snapshot: called with every `Snapshot`; `trace.add_snapshot` is such a callable.
         low_dtype: the low precision, as a dtype or its name. None: autocast's dtype, or the narrowest among
             the recorded values, or float16.
-        activations: False counts only gradients, without weights, inputs and outputs.
+        activations: False counts only gradients, without weights, inputs, outputs and quantized operands.
 
     Attributes:
         every: as given. It may be changed at any time.
@@ -149,7 +146,7 @@ class Lens:
         if self._bypass is not None:
             self._bypass.remove()
             self._bypass = None
-        if not torch.is_grad_enabled() or _is_inside():
+        if not torch.is_grad_enabled() or is_inside():
             return
         self._settle()
         is_due = self._passes % self.every == 0
@@ -258,7 +255,7 @@ class _Bypass:
 
     def _note(self, part: torch.nn.Module, _: object, output: object) -> None:
         """Note a call of a part, and register hooks for its backward pass."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_inside():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_inside():
             return
         self.warn_if_trained()
         name = self._names.get(id(part))
@@ -321,11 +318,6 @@ def _eagerly() -> AbstractContextManager[Any]:
     if is_compiler_off():
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
-
-
-def _is_inside() -> bool:
-    """Return whether a backward pass recomputes something, or `torch.func` transforms the model."""
-    return is_in_backward() or is_in_transform()
 
 
 def _has_skipped(scaler: torch.amp.GradScaler | None) -> bool:

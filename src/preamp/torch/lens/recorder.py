@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from preamp.arrays.torch_compat import tree_leaves
+from preamp.arrays.torch_compat import is_in_backward, is_in_transform, tree_leaves
+from preamp.recipes import Recipe
 from preamp.record.exponents import BANDS
 from preamp.record.snapshots import Kind, Snapshot, SnapshotRow
+from preamp.torch.autocasting.quantized import watching
 from preamp.torch.lens import histograms
+from preamp.torch.lens.operands import Call, Operands
 
 
 class _Known(NamedTuple):
@@ -38,7 +41,7 @@ class PassRecorder:
         model: whose modules are recorded.
         scaler: a `GradScaler` of preamp or PyTorch; None for a scale of 1.
         index: the number of the step, for a scaler that does not count steps.
-        activations: whether inputs, weights and outputs are counted too, besides gradients.
+        activations: whether inputs, weights, outputs and quantized operands are counted, besides gradients.
 
     Attributes:
         in_backward: True from the first gradient on.
@@ -53,6 +56,8 @@ class PassRecorder:
         self._known: dict[int, _Known] = {}  # an output is not counted again as the input of the next module
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
         self._with_weights: tuple[set[str], set[int]] = set(), set()  # modules by name, and parameters by id
+        self._operands = Operands()
+        self._running = [id(model)]  # the modules that run, outermost first; the model runs already
         self._unwatched = _owned(model)
         self._parameter_handles: list[RemovableHandle] = []
         self._autocast: torch.dtype | None = None
@@ -60,13 +65,18 @@ class PassRecorder:
         self._index: int | Tensor = index
         self._open = True
         self.in_backward = False
-        self._handles: list[RemovableHandle] = [register_module_forward_hook(self._record_output)]
+        self._handles: list[RemovableHandle] = [
+            register_module_forward_hook(self._record_output, always_call=True)  # so that `_running` is right
+        ]
         if activations:
             self._handles += [
                 module.register_forward_pre_hook(self.record_input, with_kwargs=True)
                 for module in model.modules()
                 if _computes(module)
             ]
+            watch = RemovableHandle(watching)
+            watching[watch.id] = self._watched
+            self._handles += [register_module_forward_pre_hook(self._enter), watch]
 
     def record_input(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the arguments of a module and its parameters, if it computes something itself."""
@@ -87,7 +97,7 @@ class PassRecorder:
 
     def close(self) -> None:
         """Remove all hooks. Nothing is recorded afterwards."""
-        self._open = False
+        self._open = self._operands.is_open = False
         _remove(self._handles)
         _remove(self._parameter_handles)
         self._known.clear()
@@ -97,6 +107,7 @@ class PassRecorder:
         """Read all counts, in one transfer."""
         numbers = self._scale, self._index
         tensors = [number for number in numbers if isinstance(number, Tensor)]
+        tensors += self._operands.numbers()
         measured, on_host = histograms.read(list(self._counts.values()), tensors)
         rest = iter(on_host)
         scale, index = (next(rest) if isinstance(number, Tensor) else number for number in numbers)
@@ -111,6 +122,7 @@ class PassRecorder:
             rows=tuple(row for row in rows if row.what not in ("input", "weight")),
             inputs=tuple(row for row in rows if row.what == "input"),
             weights=tuple(row for row in rows if row.what == "weight"),
+            quantized=tuple(self._operands.rows(list(rest))),
         )
 
     def _low_dtype(self) -> str:
@@ -133,7 +145,17 @@ class PassRecorder:
                 parameters.add(id(parameter))
                 self._add(name, "weight", parameter)
 
+    def _enter(self, module: torch.nn.Module, _: object) -> None:
+        self._running.append(id(module))
+
+    def _watched(self, recipe: Recipe) -> Call | None:
+        """Return what counts the operands of a linear layer's call; None outside of the model's modules."""
+        name = self._modules.get(self._running[-1])
+        return None if name is None or is_inside() else Call(self._operands, name, recipe)
+
     def _record_output(self, module: torch.nn.Module, _: object, output: object) -> None:
+        if self._running[-1] == id(module) and len(self._running) > 1:
+            self._running.pop()
         name = self._modules.get(id(module))
         if name is not None:
             self._watch_parameters(name, module)
@@ -202,6 +224,11 @@ def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
+
+
+def is_inside() -> bool:
+    """Return whether a backward pass recomputes something, or `torch.func` transforms the model."""
+    return is_in_backward() or is_in_transform()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
