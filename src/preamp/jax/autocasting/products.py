@@ -124,10 +124,10 @@ def product_of(plain: Primitive, *, in_float32: bool = False) -> Primitive:
         result = evaluated(*map(jax.typeof, lows), paired=(), frozen=(), **params)
         if quants:  # a gradient in float32 is rounded, too, as the owners of recipes do
             product = _quantized(lows, quants, params["dimension_numbers"])
-            return _cast(_rounded(_cast(product, lows[0].dtype)), result.dtype)
+            return _cast(rounded(_cast(product, lows[0].dtype)), result.dtype)
         wide = {"precision": (lax.Precision.HIGHEST,) * 2, "preferred_element_type": FLOAT32}
-        numbers = [_cast(_rounded(it), FLOAT32) if _is_real(it) else it for it in lows]
-        return _rounded(_cast(plain.bind(*numbers, **params | wide), result.dtype))
+        numbers = [_cast(rounded(it), FLOAT32) if _is_real(it) else it for it in lows]
+        return rounded(_cast(plain.bind(*numbers, **params | wide), result.dtype))
 
     def on_cpu(*operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
         """XLA moves transposes into such a product where it may: slowly, and not at all in bfloat16."""
@@ -311,17 +311,34 @@ def _quantized(operands: Sequence[Array], quants: Quants, numbers: Any) -> Array
         quants: how they are quantized.
         numbers: its `dimension_numbers`, without axes of a batch.
     """
+    pair, shape = matrices(operands, numbers)
+    lows = [each.astype(FLOAT32) for each in pair]
+    for place, low in enumerate(lows):
+        if quant := quants.of(place):
+            lows[place] = quantized(ARRAYS, low, quant)
+    return transposed_product(*lows).reshape(shape)
+
+
+def matrices(operands: Sequence[Array], numbers: Any) -> tuple[list[Array], list[int]]:
+    """Return the operands of a `dot_general` with the axis that is summed over last, and the result's shape.
+
+    Args:
+        operands: of any shapes.
+        numbers: its `dimension_numbers`, without axes of a batch.
+    """
     shape: list[int] = []
-    lows: list[Array] = []
-    for place, (operand, summed) in enumerate(zip(operands, numbers[0], strict=True)):
+    found: list[Array] = []
+    for operand, summed in zip(operands, numbers[0], strict=True):
         free = [axis for axis in range(operand.ndim) if axis not in summed]
         shape += [operand.shape[axis] for axis in free]
         length = math.prod(operand.shape[axis] for axis in summed)
-        low = lax.transpose(operand, (*free, *summed)).reshape(-1, length).astype(FLOAT32)
-        quant = quants.of(place)
-        lows.append(low if quant is None else quantized(ARRAYS, low, quant))
-    product = lax.dot_general(lows[0], lows[1], (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
-    return product.reshape(shape)
+        found.append(lax.transpose(operand, (*free, *summed)).reshape(-1, length))
+    return found, shape
+
+
+def transposed_product(one: Array, other: Array) -> Array:
+    """Return `one @ other.T` in full precision."""
+    return lax.dot_general(one, other, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
 def _zero(primal: Array) -> Any:
@@ -351,7 +368,7 @@ def _cast(operand: Any, dtype: Any) -> Any:
     return lax.convert_element_type(operand, dtype)
 
 
-def _rounded(array: Array) -> Array:
+def rounded(array: Array) -> Array:
     """Return an array rounded to its own dtype, which a compiler might keep in float32 otherwise."""
     low = jnp.finfo(array.dtype)
     return array if low.bits >= 32 else lax.reduce_precision(array, low.nexp, low.nmant)

@@ -18,6 +18,7 @@ import numpy as np
 from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.errors import CastingError, UsageError
 from preamp.jax import jaxprs
+from preamp.jax.autocasting.delayed import State, entered, taken
 from preamp.jax.autocasting.flax_objects import Pure, pure
 from preamp.jax.autocasting.gradients import with_float32_gradients
 from preamp.jax.autocasting.module_scopes import Calls, module_scopes, scoped_method
@@ -27,6 +28,7 @@ from preamp.jax.autocasting.rewriting import Rewriter
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.autocasting.structured import handlers_of
 from preamp.jax.jaxprs import ClosedJaxpr
+from preamp.jax.trees import RecipeScales
 from preamp.recipes import Recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -89,8 +91,9 @@ def autocast(
             `dtype` or compiles its roundings away. Products compute in float32, forward and backward, and
             store their results in `dtype`, as tensor cores do.
         recipe: rehearse it: products of an operand that the `weights` hold are quantized as it says, and all
-            else runs in its high precision, which takes the place of `dtype`.
-        weights: the places of the arguments that hold the weights, such as `(0,)`.
+            else runs in its high precision, which takes the place of `dtype`. With delayed scales, the
+            function takes them before all other arguments (`recipe_state`).
+        weights: the places of the arguments of `fn` that hold the weights, such as `(0,)`.
 
     Returns:
         The function; without `fn`, a decorator.
@@ -115,6 +118,7 @@ def autocast(
 
     @functools.wraps(fn, updated=())
     def cast(*args: object, **kwargs: object) -> Any:
+        scales, args = taken(args) if settings.delayed else (RecipeScales({}), args)
         if not enabled:
             with jax.named_scope(OFF):
                 return fn(*args, **kwargs)
@@ -126,11 +130,11 @@ def autocast(
                 call, written = _traced(program, settings)
             are_weights = _are_weights(program, len(args), weights)
             _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=3)
-            known = jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
-            jaxpr = rewrite(call.jaxpr, replace(settings, flat=known), written, are_weights)
+            flat = settings.delayed or jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
+            jaxpr, states = rewrite(call.jaxpr, replace(settings, flat=flat), written, are_weights)
             jaxpr = with_float32_gradients(jaxpr)
             with jax.named_scope(settings.name):
-                results = jaxprs.evaluated(jaxpr, call.arrays)
+                results = jaxprs.evaluated(jaxpr, [*call.arrays, *entered(scales, states)])
             return program.written_back(call.returned(results))
 
     return cast
@@ -217,11 +221,6 @@ def region(dtype: object, table: Casting | None, emulate: bool, recipe: Recipe |
     if recipe is not None and not isinstance(recipe, Recipe):
         raise CastingError(f"recipe={recipe!r} is not a recipe. Write recipe=preamp.recipes.MXFP8.")
     low, rules = _low(recipe.high if recipe else dtype), rules_of(table)
-    if recipe is not None and recipe.delayed:
-        raise CastingError(
-            "The recipe takes its scales from earlier steps, which JAX's functions do not keep. Write "
-            "recipe=preamp.recipes.FLOAT8_CURRENT."
-        )
     emulate = emulate or recipe is not None
     # The order of edits counts where there are modules, otherwise only the rules do.
     edited = repr(table.edits if table.modules else sorted(rules.items()))
@@ -236,7 +235,7 @@ def rewritten(program: Pure, settings: Settings, calls: Calls, *, stacklevel: in
     with jaxprs.tracing_for(settings.name):
         call, written = _traced(program, settings)
     _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=stacklevel)
-    return call._replace(jaxpr=rewrite(call.jaxpr, settings, written))
+    return call._replace(jaxpr=rewrite(call.jaxpr, settings, written)[0])
 
 
 def _are_weights(program: Pure, count: int, weights: Sequence[int]) -> list[bool]:
@@ -257,8 +256,8 @@ def _are_weights(program: Pure, count: int, weights: Sequence[int]) -> list[bool
 
 def rewrite(
     jaxpr: ClosedJaxpr, settings: Settings, written: int = 0, are_weights: Sequence[bool] = ()
-) -> ClosedJaxpr:
-    """Return a closed jaxpr as it is in a region.
+) -> tuple[ClosedJaxpr, list[State]]:
+    """Return a closed jaxpr as it is in a region, and the states that it takes after its operands.
 
     Args:
         jaxpr: the program.
@@ -279,8 +278,7 @@ def rewrite(
     kept = [precision_of(atom.aval) for atom in results[:written]]
     path = jaxprs.current_path() if settings.has_modules else ""
     program = Rewriter(settings, handlers_of).program(jaxpr, values, (False,) * len(results), path)
-    new: ClosedJaxpr = program.finish([*kept, *[None] * (len(results) - written)])[0]
-    return new
+    return program.finish([*kept, *[None] * (len(results) - written)])[0], program.states
 
 
 def _traced(program: Pure, settings: Settings) -> tuple[jaxprs.TracedCall, int]:
