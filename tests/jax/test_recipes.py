@@ -151,6 +151,7 @@ def test_modules_may_stay_high_or_have_another_recipe() -> None:
     [
         ({"recipe": "MXFP8", "weights": (0,)}, "recipe=preamp.recipes.MXFP8"),
         ({"recipe": recipes.MXFP8}, r"weights=\(0,\)"),
+        ({"recipe": recipes.MXFP8, "weights": (0,), "dtype": "float16"}, "high='float16'"),
         ({"dtype": "float8_e4m3fn"}, "FLOAT8_CURRENT"),
     ],
 )

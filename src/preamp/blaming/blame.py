@@ -28,6 +28,7 @@ SHOWN = 15  # rows in a terminal
 CUT = ("source", "operator", "module")
 RIGHT = ("effect", "local", "ratio")
 MODEL = "the model"  # the module whose path is empty
+FIRST_SCALES = "No step has run in this recipe, so the scales are those of this step."
 SMALL = 2.0**-10  # of a gradient in float16, whose normal numbers end at 2**-14
 ITSELF = "it"  # as what breaks of a row
 FAILED = "could not be compared"  # in the note of an operator

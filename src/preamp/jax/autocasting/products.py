@@ -24,6 +24,7 @@ from preamp.jax.jaxprs import Aval
 from preamp.jax.quantizing import ARRAYS
 from preamp.recipes import Quant, Recipe
 from preamp.recipes.arithmetic import quantized
+from preamp.recipes.values import PRODUCTS as PRODUCTS_OF
 
 PRODUCTS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"))
 
@@ -50,6 +51,12 @@ class Quants(NamedTuple):
     def of(self, place: int) -> Quant | None:
         """Return how the operand at a place is quantized."""
         return self.recipe.quants[2 * self.product + (place != self.first)]
+
+    @property
+    def formats(self) -> list[str]:
+        """The formats of both operands, in the recipe's order; its high precision for a product in that."""
+        pair: Any = getattr(self.recipe, PRODUCTS_OF[self.product])
+        return [each.format for each in pair] if pair else [self.recipe.high]
 
     def transposed(self, place: int) -> Quants:
         """Return those of a gradient's product, where the gradient comes first, for an operand of fprop."""

@@ -128,7 +128,7 @@ def autocast(
             # A function that ran before would be inlined as it was traced then, without the names of modules.
             with jaxprs.tracing_for(settings.name) if settings.has_modules else nullcontext():
                 call, written = _traced(program, settings)
-            are_weights = _are_weights(program, len(args), weights)
+            are_weights = are_weights_of(program, len(args), weights)
             _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=3)
             flat = settings.delayed or jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
             jaxpr, states = rewrite(call.jaxpr, replace(settings, flat=flat), written, are_weights)
@@ -220,6 +220,11 @@ def region(dtype: object, table: Casting | None, emulate: bool, recipe: Recipe |
     table = DEFAULT if table is None else table
     if recipe is not None and not isinstance(recipe, Recipe):
         raise CastingError(f"recipe={recipe!r} is not a recipe. Write recipe=preamp.recipes.MXFP8.")
+    if recipe is not None and _low(dtype).name not in ("bfloat16", recipe.high):  # bfloat16 is the default
+        raise CastingError(
+            f"dtype={_name(dtype)!r}, and the recipe's high precision is {recipe.high}. Write recipe= without "
+            f"dtype=, or dataclasses.replace(recipe, high={_name(dtype)!r})."
+        )
     low, rules = _low(recipe.high if recipe else dtype), rules_of(table)
     emulate = emulate or recipe is not None
     # The order of edits counts where there are modules, otherwise only the rules do.
@@ -230,15 +235,23 @@ def region(dtype: object, table: Casting | None, emulate: bool, recipe: Recipe |
     return Settings(low, rules, emulate, name, table=table, recipe=recipe)
 
 
-def rewritten(program: Pure, settings: Settings, calls: Calls, *, stacklevel: int = 4) -> jaxprs.TracedCall:
+def rewritten(
+    program: Pure, settings: Settings, calls: Calls, are_weights: Sequence[bool] = (), *, stacklevel: int = 4
+) -> jaxprs.TracedCall:
     """Return a call as it is in a region; `jax.ShapeDtypeStruct`s may take the place of arrays."""
     with jaxprs.tracing_for(settings.name):
         call, written = _traced(program, settings)
     _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=stacklevel)
-    return call._replace(jaxpr=rewrite(call.jaxpr, settings, written)[0])
+    jaxpr, states = rewrite(call.jaxpr, settings, written, are_weights)
+    if states:
+        raise UsageError(
+            f"{states[0].name} has a recipe with scales of earlier steps, and none have run here. Write "
+            "recipe.current in the table."
+        )
+    return call._replace(jaxpr=jaxpr)
 
 
-def _are_weights(program: Pure, count: int, weights: Sequence[int]) -> list[bool]:
+def are_weights_of(program: Pure, count: int, weights: Sequence[int]) -> list[bool]:
     """Return for each array of a call whether it is a weight.
 
     Args:

@@ -209,7 +209,8 @@ class Differentiated:
         if isinstance(node, RecipeScales) and not axes.tracked(self._names):
             raise UsageError(
                 "the scales of a delayed recipe are those of all devices, and here JAX does not know what "
-                "differs between them. Write jax.shard_map with check_vma=True, or recipe=preamp.recipes.FLOAT8_CURRENT."
+                "differs between them. Write jax.shard_map with check_vma=True, or "
+                "recipe=preamp.recipes.FLOAT8_CURRENT."
             )
         return FlowSlot(axes.sum_over(self._names, [node.counts])) if isinstance(node, FlowSlot) else node
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from preamp.arrays import torch_compat as compat
 from preamp.autocasting.tables import Casting
-from preamp.blaming.blame import Blame, BlameRow, beside, ranked, roundoff_of, with_parameters
+from preamp.blaming.blame import FIRST_SCALES, Blame, BlameRow, beside, ranked, roundoff_of, with_parameters
 from preamp.checks import positive, shown, whole
 from preamp.errors import CastingError, UsageError
 from preamp.recipes import Recipe
@@ -38,7 +38,6 @@ REPAIRED = (
     "What is not finite in low precision alone was replaced by what float32 has, at most the largest number "
     "of the format, and the loss is computed from that."
 )
-FIRST_SCALES = "No step has run in this recipe, so the scales are those of this step."
 ATTEMPTS = 4  # to find a loss scale with which nothing overflows
 
 
