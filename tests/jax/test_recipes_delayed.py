@@ -271,6 +271,10 @@ def branched(w: Array, x: Array) -> Array:
     return jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x).sum()
 
 
+def mapped(w: Array, x: Array) -> Array:
+    return jax.vmap(lambda w, x: x @ w)(w, jnp.stack([x] * 3)).sum()
+
+
 @jax.custom_jvp
 def own(w: Array, x: Array) -> Array:
     return x @ w
@@ -279,9 +283,9 @@ def own(w: Array, x: Array) -> Array:
 own.defjvp(lambda primals, tangents: (own(*primals), tangents[1]))
 
 
-@pytest.mark.parametrize("fn", [scanned, looped, branched, own])
+@pytest.mark.parametrize("fn", [scanned, looped, branched, mapped, own])
 def test_products_whose_calls_are_not_known_are_refused(fn: Any) -> None:
-    w = normal(*([3] if fn is scanned else []), 64, 64)
+    w = normal(*([3] if fn in (scanned, mapped) else []), 64, 64)
     with pytest.raises(UsageError, match=r"test_recipes_delayed.py.*FLOAT8_CURRENT"):
         recipe_state(autocast(lambda w, x: fn(w, x), **REGION), w, normal(32, 64))
 

@@ -139,6 +139,15 @@ def entered(scales: RecipeScales, states: Sequence[State]) -> list[Array]:
     return list(_kept(given))
 
 
+def refusal(what: str, equation: Equation) -> UsageError:
+    """Return the error of products with a weight that run more or less often than once."""
+    return UsageError(
+        f"the {what} at {jaxprs.source_line(equation)} holds products with a weight, and delayed scales are "
+        "those of one call. Write recipe=preamp.recipes.FLOAT8_CURRENT, or "
+        "casting.DEFAULT.module(path, 'high') for the module that it is in."
+    )
+
+
 def product_of(
     equation: Equation, states: Sequence[Atom], operands: Sequence[Atom], quants: Quants
 ) -> Equation:

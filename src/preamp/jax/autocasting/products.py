@@ -64,11 +64,11 @@ class Quants(NamedTuple):
 
 
 def fits(recipe: Recipe, equation: Any) -> bool:
-    """Return whether the sizes of a product are those that a recipe asks for; it has no axes of a batch."""
+    """Return whether the sizes of a product are those that a recipe asks for."""
     (contracted, batch), avals = equation.params["dimension_numbers"], [it.aval for it in equation.invars]
-    sizes = [math.prod(avals[0].shape[axis] for axis in contracted[0])]
-    sizes += [aval.size // max(sizes[0], 1) for aval in avals]
-    return not batch[0] and all(size and size % recipe.multiple == 0 for size in sizes)
+    summed, count = (math.prod(avals[0].shape[axis] for axis in axes[0]) for axes in (contracted, batch))
+    sizes = [summed, *(aval.size // max(summed * count, 1) for aval in avals)]
+    return all(size and size % recipe.multiple == 0 for size in sizes)
 
 
 class Pair(NamedTuple):
@@ -316,30 +316,38 @@ def _quantized(operands: Sequence[Array], quants: Quants, numbers: Any) -> Array
     Args:
         operands: of one dtype.
         quants: how they are quantized.
-        numbers: its `dimension_numbers`, without axes of a batch.
+        numbers: its `dimension_numbers`. Each matrix of a batch is quantized by itself.
     """
+
+    def product(*matrices: Array) -> Array:
+        pair = [each.astype(FLOAT32) for each in matrices]
+        for place, matrix in enumerate(pair):
+            if quant := quants.of(place):
+                pair[place] = quantized(ARRAYS, matrix, quant)
+        return transposed_product(*pair)
+
     pair, shape = matrices(operands, numbers)
-    lows = [each.astype(FLOAT32) for each in pair]
-    for place, low in enumerate(lows):
-        if quant := quants.of(place):
-            lows[place] = quantized(ARRAYS, low, quant)
-    return transposed_product(*lows).reshape(shape)
+    run = jax.vmap(product) if numbers[1][0] else product
+    return run(*pair).reshape(shape)
 
 
 def matrices(operands: Sequence[Array], numbers: Any) -> tuple[list[Array], list[int]]:
-    """Return the operands of a `dot_general` with the axis that is summed over last, and the result's shape.
+    """Return the operands of a `dot_general` as matrices, and the shape of its result.
 
     Args:
         operands: of any shapes.
-        numbers: its `dimension_numbers`, without axes of a batch.
+        numbers: its `dimension_numbers`. The last axis of both matrices is summed over, and the first one of
+            three is the batch.
     """
-    shape: list[int] = []
+    batch = [operands[0].shape[axis] for axis in numbers[1][0]]
+    shape = [*batch]
     found: list[Array] = []
-    for operand, summed in zip(operands, numbers[0], strict=True):
-        free = [axis for axis in range(operand.ndim) if axis not in summed]
-        shape += [operand.shape[axis] for axis in free]
-        length = math.prod(operand.shape[axis] for axis in summed)
-        found.append(lax.transpose(operand, (*free, *summed)).reshape(-1, length))
+    for operand, summed, mapped in zip(operands, *numbers, strict=True):
+        free = [axis for axis in range(operand.ndim) if axis not in (*summed, *mapped)]
+        rows, columns = ([operand.shape[axis] for axis in axes] for axes in (free, summed))
+        sizes = ([math.prod(batch)] if batch else []) + [math.prod(rows), math.prod(columns)]
+        found.append(lax.transpose(operand, (*mapped, *free, *summed)).reshape(sizes))
+        shape += rows
     return found, shape
 
 

@@ -228,6 +228,8 @@ class Program:
             )
         if sum(weights) != 1 or not fits(recipe, equation):
             return None
+        if recipe.delayed and equation.params["dimension_numbers"][1][0]:
+            raise delayed.refusal("vmap", equation)
         return Quants(recipe, 0, first=weights.index(False))
 
     def as_written(self, equation: Equation, params: dict[str, Any] | None = None) -> None:

@@ -49,7 +49,7 @@ class Settings:
     @cached_property
     def delayed(self) -> bool:
         """Whether the region, or a module in it, takes scales of earlier steps."""
-        found = (self.recipe, *map(KNOWN.get, self.table.modules.values()))
+        found = (self.recipe, *map(KNOWN.get, self.table.modules.values())) if self.recipe else ()
         return any(recipe is not None and recipe.delayed for recipe in found)
 
     def path_of(self, equation: Equation, within: str) -> str:

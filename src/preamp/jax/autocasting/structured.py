@@ -12,7 +12,7 @@ from typing import Any, cast
 import jax
 
 from preamp.autocasting.tables import Rule
-from preamp.errors import UsageError
+from preamp.jax.autocasting.delayed import refusal
 from preamp.jax.autocasting.lookahead import common
 from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
 from preamp.jax.autocasting.rewriting import Program
@@ -28,7 +28,6 @@ from preamp.jax.jaxprs import (
     root_of,
     root_with,
     scan_layout,
-    source_line,
     with_operands,
     wrapped_like,
 )
@@ -165,11 +164,7 @@ def _entered(program: Program, equation: Equation, jaxpr: AnyJaxpr, values: Sequ
     wanted = program.ahead.wanted(equation.outvars)
     inside = program.rewriter.program(jaxpr, values, wanted, program.path)
     if inside.states and (equation.primitive.name not in CALLS or _places(equation)):
-        raise UsageError(
-            f"the {equation.primitive.name} at {source_line(equation)} holds a product with a weight, whose "
-            "scales are those of one call. Write recipe=preamp.recipes.FLOAT8_CURRENT, or "
-            "casting.DEFAULT.module(path, 'high') for the module that it is in."
-        )
+        raise refusal(equation.primitive.name, equation)
     return inside
 
 

@@ -90,8 +90,9 @@ def autocast(
         emulate: rehearse the region: the same casts, dtypes and overflows, on a device that is slow in
             `dtype` or compiles its roundings away. Products compute in float32, forward and backward, and
             store their results in `dtype`, as tensor cores do.
-        recipe: rehearse it: products of an operand that the `weights` hold are quantized as it says, and all
-            else runs in its high precision, which takes the place of `dtype`. With delayed scales, the
+        recipe: rehearse it: products of an operand that the `weights` hold, moved or cast at most, are
+            quantized as it says, but for those in functions with a derivative by `jax.custom_vjp`. All else
+            runs in its high precision, which takes the place of `dtype`. With delayed scales, the
             function takes them before all other arguments (`recipe_state`).
         weights: the places of the arguments of `fn` that hold the weights, such as `(0,)`.
 
@@ -222,8 +223,8 @@ def region(dtype: object, table: Casting | None, emulate: bool, recipe: Recipe |
         raise CastingError(f"recipe={recipe!r} is not a recipe. Write recipe=preamp.recipes.MXFP8.")
     if recipe is not None and _low(dtype).name not in ("bfloat16", recipe.high):  # bfloat16 is the default
         raise CastingError(
-            f"dtype={_name(dtype)!r}, and the recipe's high precision is {recipe.high}. Write recipe= without "
-            f"dtype=, or dataclasses.replace(recipe, high={_name(dtype)!r})."
+            f"dtype={_name(dtype)!r}, and the recipe's high precision is {recipe.high}. Write recipe= "
+            f"without dtype=, or dataclasses.replace(recipe, high={_name(dtype)!r})."
         )
     low, rules = _low(recipe.high if recipe else dtype), rules_of(table)
     emulate = emulate or recipe is not None
