@@ -32,6 +32,7 @@ from preamp.jax.trees import RecipeScales
 from preamp.recipes import Recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 ALIASES = {"half": "float16"}
 OFF = jaxprs.REGION + "off"
@@ -41,8 +42,26 @@ _PATTERNS: ContextVar[frozenset[str]] = ContextVar("patterns of the regions that
 
 @overload
 def autocast(
-    fn: F, dtype: Any = ..., *, casting: Casting | None = ..., enabled: bool = ..., emulate: bool = ...
+    fn: F,
+    dtype: Any = ...,
+    *,
+    casting: Casting | None = ...,
+    enabled: bool = ...,
+    emulate: bool = ...,
+    recipe: None = ...,
+    weights: Sequence[int] = ...,
 ) -> F: ...
+@overload
+def autocast(
+    fn: Callable[..., T],
+    dtype: Any = ...,
+    *,
+    casting: Casting | None = ...,
+    enabled: bool = ...,
+    emulate: bool = ...,
+    recipe: Recipe | None,
+    weights: Sequence[int] = ...,
+) -> Callable[..., T]: ...
 @overload
 def autocast(
     fn: None = ...,
@@ -51,6 +70,8 @@ def autocast(
     casting: Casting | None = ...,
     enabled: bool = ...,
     emulate: bool = ...,
+    recipe: Recipe | None = ...,
+    weights: Sequence[int] = ...,
 ) -> Callable[[F], F]: ...
 def autocast(
     fn: Any = None,
