@@ -50,7 +50,7 @@ def unrolled(p: Any, x: Any) -> Any:
 
 
 def rows_as(found: Any) -> dict[Any, Any]:
-    return {(row.module, row.operator, row.source, row.direction): row for row in found.rows}
+    return {(row.module, row.operator, row.source, row.direction, row.product): row for row in found.rows}
 
 
 def effects(found: Any) -> dict[Any, float]:

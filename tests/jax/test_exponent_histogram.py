@@ -241,9 +241,7 @@ def test_counts_are_no_part_of_the_norm_the_peak_or_the_step() -> None:
     ours = last_step(apply_gradients(optimizer, gradients, both, WEIGHTS)[1])
     one = last_step(step(lambda p: watched(p, slots, x), optimizer)(WEIGHTS, state)[2])
     assert ours == one
-    with pytest.raises(
-        UsageError, match=r"params hold a flow_slot\(\).* Write the slots as another argument"
-    ):
+    with pytest.raises(UsageError, match=r"params hold a flow_slot\(\).* Write them as another argument"):
         optimizer.init({**WEIGHTS, **slots})
 
 

@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from preamp import casting, recipes
 from preamp.errors import CastingError, UsageError
 from preamp.jax import autocast, quantize
 from preamp.recipes import Recipe
 from preamp.torch import quantize as torch_quantize
+
+from .trainings import shard_map
 
 CURRENT = {
     name: value for name, value in vars(recipes).items() if isinstance(value, Recipe) and not value.delayed
@@ -111,6 +115,39 @@ def test_weights_are_followed_into_programs(fn: Any, w: Array, count: int) -> No
     assert quantized_products(gradient, w, normal(128, 128)) == count
 
 
+@pytest.mark.parametrize("name", ["FLOAT8_CURRENT", "MXFP8", "NVFP4"])
+def test_each_matrix_of_a_batch_is_quantized_by_itself(name: str) -> None:
+    """As in experts, or in an ensemble."""
+
+    def inside(w: Array, x: Array) -> Array:
+        result: Array = jnp.einsum("eij,eti->etj", w, x)
+        return result
+
+    w, x = normal(3, 128, 64), normal(3, 32, 128, seed=1) * jnp.array([1.0, 30.0, 1e-3])[:, None, None]
+    g = normal(3, 32, 64, seed=2).astype(jnp.bfloat16)
+    single, batch = (autocast(fn, recipe=CURRENT[name], weights=(0,)) for fn in (lambda w, x: x @ w, inside))
+
+    def run(region: Any, *args: Array) -> list[Array]:
+        y, pull_back = jax.vjp(region, *args[:2])
+        return [y, *pull_back(args[2])]
+
+    each_alone = [run(single, *args) for args in zip(w, x, g, strict=True)]
+    expected = [jnp.stack(each) for each in zip(*each_alone, strict=True)]
+    mapped = jax.vmap(lambda *args: run(single, *args))(w, x, g)
+    for found in (run(batch, w, x, g), run(jax.vmap(single), w, x, g), mapped):
+        for a, b in zip(found, expected, strict=True):
+            assert np.array_equal(a, b)
+
+
+def test_weights_are_followed_over_devices() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    region = autocast(lambda w, x: x @ jax.lax.all_gather(w, "data", tiled=True), **REGION)
+    mapped = shard_map(region, mesh, (P("data"), P("data")), P("data"))
+    w, x = normal(128, 64), normal(64, 128, seed=1)
+    assert np.array_equal(jax.jit(mapped)(w, x), autocast(lambda w, x: x @ w, **REGION)(w, x))
+    assert quantized_products(mapped, w, x) == 1
+
+
 def attention(w: Array, x: Array) -> Array:
     rows = x @ w
     return jax.nn.softmax(rows @ rows.T) @ rows
@@ -151,7 +188,7 @@ def test_modules_may_stay_high_or_have_another_recipe() -> None:
     [
         ({"recipe": "MXFP8", "weights": (0,)}, "recipe=preamp.recipes.MXFP8"),
         ({"recipe": recipes.MXFP8}, r"weights=\(0,\)"),
-        ({"recipe": recipes.FLOAT8_DELAYED, "weights": (0,)}, "FLOAT8_CURRENT"),
+        ({"recipe": recipes.MXFP8, "weights": (0,), "dtype": "float16"}, "high='float16'"),
         ({"dtype": "float8_e4m3fn"}, "FLOAT8_CURRENT"),
     ],
 )

@@ -6,7 +6,7 @@ import json
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from preamp.autocasting.report import place
@@ -32,6 +32,7 @@ SHOWN = 15  # rows in a terminal
 CUT = ("source", "operator", "module")
 RIGHT = ("effect", "local", "ratio")
 MODEL = "the model"  # the module whose path is empty
+FIRST_SCALES = "No step has run in this recipe, so the scales are those of this step."
 SMALL = 2.0**-10  # of a gradient in float16, whose normal numbers end at 2**-14
 ITSELF = "it"  # as what breaks of a row
 FAILED = "could not be compared"  # in the note of an operator
@@ -211,6 +212,7 @@ class Blame:
             empty if loss and gradients are finite.
         recipe: the name of the step's recipe; empty without.
         roundoff: the largest unit roundoff of the step's formats.
+        layers: the path of each layer that the recipe quantizes, and the shape of its weight: (out, in).
     """
 
     rows: Sequence[BlameRow]
@@ -225,6 +227,7 @@ class Blame:
     not_finite: str = ""
     recipe: str = ""
     roundoff: float = 2.0**-8
+    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def precision(self) -> str:

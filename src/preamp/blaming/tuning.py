@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from preamp.autocasting.report import OUTSIDE
@@ -90,8 +90,6 @@ class Tuning:
         target: the relative error of loss and gradients to stay below.
         notes: sentences about how the step was run.
         recipe: of the step; None without.
-        layers: with a recipe, the path of each layer that it quantizes to begin with, and the shape of its
-            weight.
     """
 
     casting: Casting
@@ -102,7 +100,6 @@ class Tuning:
     target: float
     notes: Sequence[str] = ()
     recipe: Recipe | None = None
-    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def low_share(self) -> float:
@@ -124,8 +121,13 @@ class Tuning:
         """
         if self.recipe is None:
             raise UsageError("Only a recipe can be exported. Write tune(..., recipe=recipes.MXFP8).")
-        high = {path: frozenset(_high_at(self.casting, path)) for path in self.layers}
-        return export(target, self.recipe, self.layers, {path: each for path, each in high.items() if each})
+        layers = {path: shape for path, shape in self.before.layers.items() if path not in ("", OUTSIDE)}
+        if not layers:
+            raise UsageError(
+                "No layer that the recipe quantizes is in a module, so there is no path to write."
+            )
+        high = {path: frozenset(_high_at(self.casting, path)) for path in layers}
+        return export(target, self.recipe, layers, {path: each for path, each in high.items() if each})
 
     @property
     def solved(self) -> bool:

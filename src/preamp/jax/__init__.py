@@ -12,6 +12,7 @@ else:  # in JAX 0.5 an array's type does not say along which axes of a mesh it v
     MissingExtra.refuse_older("optax", _optax.__version__, "0.2.8")
 
 from preamp.jax.autocasting.counting import casts
+from preamp.jax.autocasting.delayed import recipe_state
 from preamp.jax.autocasting.transform import autocast
 from preamp.jax.blaming.step import blame
 from preamp.jax.blaming.tune import tune
@@ -31,7 +32,7 @@ from preamp.jax.scaling.states import (
 )
 from preamp.jax.scaling.train_step import apply_gradients, step
 from preamp.jax.scaling.transformation import loss_scaled
-from preamp.jax.trees import FlowSlot, all_finite
+from preamp.jax.trees import FlowSlot, RecipeScales, all_finite
 
 _exporting.register()
 
@@ -39,6 +40,7 @@ __all__ = [
     "FlowSlot",
     "LossScaledState",
     "PendingState",
+    "RecipeScales",
     "accumulate",
     "all_finite",
     "apply_gradients",
@@ -53,6 +55,7 @@ __all__ = [
     "loss_scaled",
     "mismatch",
     "quantize",
+    "recipe_state",
     "restart_guard",
     "restart_loss_scale",
     "snapshot",

@@ -29,9 +29,10 @@ def _amax(x: Array, axes: tuple[int, ...]) -> Array:
 
 
 def _divided(numerator: Array | float, x: Array | float) -> Array:
-    """Return a quotient that XLA does not make a product with a reciprocal, which rounds twice."""
+    """Return a quotient that XLA neither makes a product with a reciprocal nor joins with another one."""
     numerator, x = jnp.broadcast_arrays(jnp.asarray(numerator, jnp.float32), jnp.asarray(x, jnp.float32))
-    quotient: Array = numerator / lax.optimization_barrier(x)
+    above, below = lax.optimization_barrier((numerator, x))
+    quotient: Array = above / below
     return quotient
 
 

@@ -1,4 +1,4 @@
-"""Trees of parameters and gradients: which leaves are floating, and which are the counts of `watch`."""
+"""Trees of parameters and gradients: which leaves are floating, and which cotangents are no derivatives."""
 
 from __future__ import annotations
 
@@ -30,28 +30,45 @@ class FlowSlot:
     counts: Array
 
 
+@dataclass(frozen=True, eq=False)
+class RecipeScales:
+    """The scales of a delayed recipe, made by `recipe_state`: the first argument of a region.
+
+    The derivative of a loss with respect to them is the scales after the step. The functions of `preamp.jax`
+    that unscale, measure or clip gradients leave it unchanged. To save and restore them, save `products`.
+
+    In a differentiated function they are for one call of the region: JAX adds up what several calls return.
+    That is refused, or, where it cannot be seen, as in a `scan` around the region, the next results are NaN.
+
+    Attributes:
+        products: for each product with a weight, by the path of its module or by its line, six float32
+            vectors, for the operands of fprop, dgrad and wgrad: the scale, the number of calls that were
+            added up, 1, and the largest magnitudes of earlier steps, newest first.
+    """
+
+    products: dict[str, list[Array]]
+
+
 def is_flow_slot(node: object) -> bool:
     """Return whether a node of a tree is a slot, for `is_leaf`."""
     return isinstance(node, FlowSlot)
 
 
-def _flatten(slot: FlowSlot) -> tuple[list[tuple[jax.tree_util.GetAttrKey, Array]], None]:
-    return [(jax.tree_util.GetAttrKey("counts"), slot.counts)], None
+def is_no_gradient(node: object) -> bool:
+    """Return whether a node of a tree of gradients is something else, for `is_leaf`."""
+    return isinstance(node, FlowSlot | RecipeScales)
 
 
-def _unflatten(_: None, children: Iterable[Array]) -> FlowSlot:
-    return FlowSlot(*children)
-
-
-jax.tree_util.register_pytree_with_keys(FlowSlot, _flatten, _unflatten)
+for _kind, _name in ((FlowSlot, "counts"), (RecipeScales, "products")):
+    jax.tree_util.register_dataclass(_kind, data_fields=[_name], meta_fields=[])
 
 
 def split(tree: Tree) -> tuple[list[Array], Callable[[Iterable[Array]], Tree]]:
     """Return the floating and complex leaves of a tree, and a function that puts others in their places.
 
-    The counts of `watch` are not among them.
+    The counts of `watch` and the scales of a recipe are not among them.
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_flow_slot)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_no_gradient)
     places = [place for place, leaf in enumerate(leaves) if arrays.is_inexact(leaf)]
 
     def rebuild(replacements: Iterable[Array]) -> Tree:
@@ -64,7 +81,7 @@ def split(tree: Tree) -> tuple[list[Array], Callable[[Iterable[Array]], Tree]]:
 
 
 def map_inexact(function: Callable[[Array], Array], tree: Tree) -> Tree:
-    """Apply a function to the floating and complex leaves of a tree; counts of `watch` stay as they are."""
+    """Apply a function to the floating and complex leaves of a tree that `split` returns."""
     leaves, rebuild = split(tree)
     return rebuild(map(function, leaves))
 

@@ -15,14 +15,12 @@ import numpy as np
 from jax.extend.core.primitives import broadcast_in_dim_p, stop_gradient_p
 
 from preamp.jax import jaxprs
-from preamp.jax.autocasting.lookahead import ARITHMETIC, MOVES
+from preamp.jax.autocasting.lookahead import ARITHMETIC, MOVES, SPREADS
 from preamp.jax.autocasting.precision import FLOAT32, cast_of, precision_of
 from preamp.jax.autocasting.products import PRODUCTS, USED, product_of
 from preamp.jax.jaxprs import AnyJaxpr, Atom, ClosedJaxpr, Equation
 
-MOVED = (MOVES | {"all_gather", "all_gather_invariant", "pbroadcast", "pcast", "pvary"}) - {
-    "convert_element_type"
-}
+MOVED = (MOVES | SPREADS) - {"convert_element_type"}
 """Primitives that what a number was cast from goes through with it: their transposes may add up."""
 
 

@@ -29,6 +29,9 @@ REARRANGEMENTS = _names(
 MOVES = REARRANGEMENTS | _names("broadcast_in_dim concatenate dynamic_slice gather pad slice")
 """Primitives that change no number, so that a cast may be before or after them."""
 
+SPREADS = _names("all_gather all_gather_invariant pbroadcast pcast pvary")
+"""Primitives that change no number, but what devices have it."""
+
 EXACT = MOVES | _names("abs clamp dynamic_update_slice max min neg reduce_max reduce_min select_n sign")
 """Primitives that map numbers of a low precision to numbers of the same: no rounding is needed after them."""
 

@@ -24,6 +24,7 @@ from preamp.jax.jaxprs import Aval
 from preamp.jax.quantizing import ARRAYS
 from preamp.recipes import Quant, Recipe
 from preamp.recipes.arithmetic import quantized
+from preamp.recipes.values import PRODUCTS as PRODUCTS_OF
 
 PRODUCTS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"))
 
@@ -51,17 +52,23 @@ class Quants(NamedTuple):
         """Return how the operand at a place is quantized."""
         return self.recipe.quants[2 * self.product + (place != self.first)]
 
+    @property
+    def formats(self) -> list[str]:
+        """The formats of both operands, in the recipe's order; its high precision for a product in that."""
+        pair: Any = getattr(self.recipe, PRODUCTS_OF[self.product])
+        return [each.format for each in pair] if pair else [self.recipe.high]
+
     def transposed(self, place: int) -> Quants:
         """Return those of a gradient's product, where the gradient comes first, for an operand of fprop."""
         return Quants(self.recipe, 1 if place == self.first else 2, 0)
 
 
 def fits(recipe: Recipe, equation: Any) -> bool:
-    """Return whether the sizes of a product are those that a recipe asks for; it has no axes of a batch."""
+    """Return whether the sizes of a product are those that a recipe asks for."""
     (contracted, batch), avals = equation.params["dimension_numbers"], [it.aval for it in equation.invars]
-    sizes = [math.prod(avals[0].shape[axis] for axis in contracted[0])]
-    sizes += [aval.size // max(sizes[0], 1) for aval in avals]
-    return not batch[0] and all(size and size % recipe.multiple == 0 for size in sizes)
+    summed, count = (math.prod(avals[0].shape[axis] for axis in axes[0]) for axes in (contracted, batch))
+    sizes = [summed, *(aval.size // max(summed * count, 1) for aval in avals)]
+    return all(size and size % recipe.multiple == 0 for size in sizes)
 
 
 class Pair(NamedTuple):
@@ -124,10 +131,10 @@ def product_of(plain: Primitive, *, in_float32: bool = False) -> Primitive:
         result = evaluated(*map(jax.typeof, lows), paired=(), frozen=(), **params)
         if quants:  # a gradient in float32 is rounded, too, as the owners of recipes do
             product = _quantized(lows, quants, params["dimension_numbers"])
-            return _cast(_rounded(_cast(product, lows[0].dtype)), result.dtype)
+            return _cast(rounded(_cast(product, lows[0].dtype)), result.dtype)
         wide = {"precision": (lax.Precision.HIGHEST,) * 2, "preferred_element_type": FLOAT32}
-        numbers = [_cast(_rounded(it), FLOAT32) if _is_real(it) else it for it in lows]
-        return _rounded(_cast(plain.bind(*numbers, **params | wide), result.dtype))
+        numbers = [_cast(rounded(it), FLOAT32) if _is_real(it) else it for it in lows]
+        return rounded(_cast(plain.bind(*numbers, **params | wide), result.dtype))
 
     def on_cpu(*operands: Array, paired: Sequence[int], frozen: Sequence[int], **params: Any) -> Any:
         """XLA moves transposes into such a product where it may: slowly, and not at all in bfloat16."""
@@ -309,19 +316,44 @@ def _quantized(operands: Sequence[Array], quants: Quants, numbers: Any) -> Array
     Args:
         operands: of one dtype.
         quants: how they are quantized.
-        numbers: its `dimension_numbers`, without axes of a batch.
+        numbers: its `dimension_numbers`. Each matrix of a batch is quantized by itself.
     """
-    shape: list[int] = []
-    lows: list[Array] = []
-    for place, (operand, summed) in enumerate(zip(operands, numbers[0], strict=True)):
-        free = [axis for axis in range(operand.ndim) if axis not in summed]
-        shape += [operand.shape[axis] for axis in free]
-        length = math.prod(operand.shape[axis] for axis in summed)
-        low = lax.transpose(operand, (*free, *summed)).reshape(-1, length).astype(FLOAT32)
-        quant = quants.of(place)
-        lows.append(low if quant is None else quantized(ARRAYS, low, quant))
-    product = lax.dot_general(lows[0], lows[1], (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
-    return product.reshape(shape)
+
+    def product(*matrices: Array) -> Array:
+        pair = [each.astype(FLOAT32) for each in matrices]
+        for place, matrix in enumerate(pair):
+            if quant := quants.of(place):
+                pair[place] = quantized(ARRAYS, matrix, quant)
+        return transposed_product(*pair)
+
+    pair, shape = matrices(operands, numbers)
+    run = jax.vmap(product) if numbers[1][0] else product
+    return run(*pair).reshape(shape)
+
+
+def matrices(operands: Sequence[Array], numbers: Any) -> tuple[list[Array], list[int]]:
+    """Return the operands of a `dot_general` as matrices, and the shape of its result.
+
+    Args:
+        operands: of any shapes.
+        numbers: its `dimension_numbers`. The last axis of both matrices is summed over, and the first one of
+            three is the batch.
+    """
+    batch = [operands[0].shape[axis] for axis in numbers[1][0]]
+    shape = [*batch]
+    found: list[Array] = []
+    for operand, summed, mapped in zip(operands, *numbers, strict=True):
+        free = [axis for axis in range(operand.ndim) if axis not in (*summed, *mapped)]
+        rows, columns = ([operand.shape[axis] for axis in axes] for axes in (free, summed))
+        sizes = ([math.prod(batch)] if batch else []) + [math.prod(rows), math.prod(columns)]
+        found.append(lax.transpose(operand, (*mapped, *free, *summed)).reshape(sizes))
+        shape += rows
+    return found, shape
+
+
+def transposed_product(one: Array, other: Array) -> Array:
+    """Return `one @ other.T` in full precision."""
+    return lax.dot_general(one, other, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
 def _zero(primal: Array) -> Any:
@@ -351,7 +383,7 @@ def _cast(operand: Any, dtype: Any) -> Any:
     return lax.convert_element_type(operand, dtype)
 
 
-def _rounded(array: Array) -> Array:
+def rounded(array: Array) -> Array:
     """Return an array rounded to its own dtype, which a compiler might keep in float32 otherwise."""
     low = jnp.finfo(array.dtype)
     return array if low.bits >= 32 else lax.reduce_precision(array, low.nexp, low.nmant)

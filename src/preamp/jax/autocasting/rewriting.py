@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,11 +21,17 @@ from jax.extend.core.primitives import reduce_precision_p
 from preamp.autocasting.tables import Rule
 from preamp.errors import UsageError
 from preamp.jax import jaxprs
-from preamp.jax.autocasting.lookahead import EXACT, Lookahead
+from preamp.jax.autocasting import delayed
+from preamp.jax.autocasting.delayed import State
+from preamp.jax.autocasting.lookahead import EXACT, MOVES, SPREADS, Lookahead
 from preamp.jax.autocasting.precision import FLOAT32, LOWS, Precision, Value, precision_of
 from preamp.jax.autocasting.products import PRODUCTS, Quants, fits, product_of
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.jaxprs import AnyJaxpr, Atom, Aval, Equation, Jaxpr
+from preamp.recipes import Recipe
+
+WEIGHTS = (MOVES | SPREADS) - {"gather"}
+"""Primitives whose result is a weight if their operands are: not rows that are looked up in a table."""
 
 
 class Rewriter:
@@ -60,6 +67,9 @@ class Rewriter:
             handler(program, equation)
         else:
             program.as_written(equation)
+        floats = [value for value in program.operands(equation) if value.precision]
+        if equation.primitive.name in WEIGHTS and floats and all(value.weight for value in floats):
+            program.keep_weight(equation.outvars[0])
         self.path.pop()
 
     def program(
@@ -101,6 +111,7 @@ class Program:
         path: the path of the module whose equation is being rewritten.
         settings: the settings of that module.
         low: their low precision.
+        states: of its products with delayed scales, in order; they are operands after all others.
     """
 
     def __init__(
@@ -121,6 +132,7 @@ class Program:
         self._casts: dict[tuple[Any, Precision], Any] = within._casts if within else {}
         self._moved: dict[Any, tuple[Any, Value]] = within._moved if within else {}
         self._values: dict[Any, Value] = {}
+        self.states: list[State] = within.states if within else []
         self._beside: Any = None
         self._finished: dict[Any, tuple[Any, list[Precision | None]]] = {}
         for atom in self._old.constvars:
@@ -179,8 +191,15 @@ class Program:
         if self.settings.emulate and is_product and precisions[0] in LOWS:
             params = {**(params or equation.params), "paired": (), "frozen": ()}
             product = product_of(equation.primitive, in_float32=True)
-            params |= self._quants(equation, values)
-            equation = equation.replace(primitive=product, params=params)
+            quants = self._quants(equation, values)
+            params |= {"quants": quants} if quants else {}
+            if quants and quants.recipe.delayed:
+                source = PurePath(jaxprs.source_line(equation).rpartition(" (")[0]).name
+                states = self.state(self.path or source, quants.recipe)
+                equation = delayed.product_of(equation, states, operands, quants)
+                operands, params = equation.invars, equation.params
+            else:
+                equation = equation.replace(primitive=product, params=params)
         if params is None and operands == equation.invars and results == equation.outvars:
             self._equations.append(equation)
         else:
@@ -191,11 +210,16 @@ class Program:
                 value = self._values[atom]
                 self._values[atom] = value._replace(atom=self._rounded(value.atom))
 
-    def _quants(self, equation: Equation, values: Sequence[Value]) -> dict[str, Any]:
-        """Return the parameters of a product that a recipe quantizes, and none for others."""
+    def state(self, name: str, recipe: Recipe) -> list[Atom]:
+        """Return the variables of a new state, which the program is given."""
+        self.states.append(State.new(name, recipe))
+        return self.states[-1].atoms
+
+    def _quants(self, equation: Equation, values: Sequence[Value]) -> Quants | None:
+        """Return how a recipe quantizes a product; None if it stays high."""
         recipe, weights = self.settings.recipe, [value.weight for value in values]
         if recipe is None or equation.primitive.name != "dot_general":
-            return {}
+            return None
         if "transpose(" in str(equation.source_info.name_stack):
             raise UsageError(
                 f"{jaxprs.source_line(equation)} is differentiated inside of a region with a recipe, which "
@@ -203,8 +227,10 @@ class Program:
                 "recipe=recipe, weights=(0,)))."
             )
         if sum(weights) != 1 or not fits(recipe, equation):
-            return {}
-        return {"quants": Quants(recipe, 0, first=weights.index(False))}
+            return None
+        if recipe.delayed and equation.params["dimension_numbers"][1][0]:
+            raise delayed.refusal("vmap", equation)
+        return Quants(recipe, 0, first=weights.index(False))
 
     def as_written(self, equation: Equation, params: dict[str, Any] | None = None) -> None:
         """Write an equation in the dtypes that the old program has."""
@@ -250,6 +276,7 @@ class Program:
             for atom, target in zip(self._old.outvars, targets, strict=True)
         ]
         invars = [self._values[atom].atom for atom in self._old.invars]
+        invars += [atom for state in self.states for atom in state.atoms]
         outvars = [value.atom for value in results]
         new = jaxprs.rebuilt(self._jaxpr, invars, outvars, jaxprs.alive(self._equations, outvars))
         self._equations, self._casts = equations, casts

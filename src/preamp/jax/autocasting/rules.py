@@ -43,9 +43,6 @@ def widest(program: Program, equation: Equation) -> None:
         _run(program, equation, values, _widest_with_lookahead(program, equation, floats))
         if equation.primitive.name in MOVES and len(values) == 1:
             program.keep_scalar(equation, values[0])
-        # Rows that are looked up in a table of embeddings are no weights.
-        if equation.primitive.name in MOVES - {"gather"} and all(value.weight for value in floats):
-            program.keep_weight(equation.outvars[0])
 
 
 def as_given(program: Program, equation: Equation) -> None:

@@ -43,8 +43,14 @@ class Settings:
 
     @cached_property
     def has_modules(self) -> bool:
-        """Whether the table has edits of modules."""
-        return bool(self.table.modules)
+        """Whether the table has edits of modules, or scales are to be named by them."""
+        return bool(self.table.modules) or self.delayed
+
+    @cached_property
+    def delayed(self) -> bool:
+        """Whether the region, or a module in it, takes scales of earlier steps."""
+        found = (self.recipe, *map(KNOWN.get, self.table.modules.values())) if self.recipe else ()
+        return any(recipe is not None and recipe.delayed for recipe in found)
 
     def path_of(self, equation: Equation, within: str) -> str:
         """Return the path of the module that an equation is in, or `within` if no edit names a module.

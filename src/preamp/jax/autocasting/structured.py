@@ -12,6 +12,7 @@ from typing import Any, cast
 import jax
 
 from preamp.autocasting.tables import Rule
+from preamp.jax.autocasting.delayed import refusal
 from preamp.jax.autocasting.lookahead import common
 from preamp.jax.autocasting.precision import FLOAT32, Precision, Value, precision_of
 from preamp.jax.autocasting.rewriting import Program
@@ -27,6 +28,7 @@ from preamp.jax.jaxprs import (
     root_of,
     root_with,
     scan_layout,
+    with_operands,
     wrapped_like,
 )
 
@@ -37,7 +39,9 @@ def _call(program: Program, equation: Equation) -> None:
     values = _hoisted(program, equation)
     inside = _entered(program, equation, equation.params[key], values)
     new, precisions = inside.finish()
-    program.emit(equation, values, precisions, {**equation.params, key: new})
+    states = [atom for each in inside.states for atom in program.state(each.name, each.recipe)]
+    params = {**with_operands(equation, [0] * len(states)), key: new}
+    program.emit(equation, [*values, *(Value(atom, FLOAT32) for atom in states)], precisions, params)
     for atom, result in zip(equation.outvars, inner(equation.params[key]).outvars, strict=True):
         if inside.read(result).weight:
             program.keep_weight(atom)
@@ -46,10 +50,7 @@ def _call(program: Program, equation: Equation) -> None:
 def _jit(program: Program, equation: Equation) -> None:
     """Enter a jitted program; without a jit around, write its equations here unless it places arrays."""
     params = equation.params
-    placed = any(
-        isinstance(it, jax.sharding.Sharding) for it in (*params["in_shardings"], *params["out_shardings"])
-    )
-    if program.settings.flat and not placed and not getattr(params["jaxpr"], "consts", ()):
+    if program.settings.flat and not _places(equation) and not getattr(params["jaxpr"], "consts", ()):
         program.splice(equation, params["jaxpr"], program.operands(equation))
     else:
         _call(program, equation)
@@ -77,7 +78,7 @@ def _loop(program: Program, equation: Equation) -> None:
         for value, atom in zip(values[cond + body :], equation.invars[cond + body :], strict=True)
     ]
     values[cond + body :] = carried
-    given = values[:cond] + carried
+    given = [value._replace(weight=False) for value in values[:cond]] + carried  # no layer is in a condition
     condition = program.rewriter.program(params["cond_jaxpr"], given, (False,), program.path)
     inside = _entered(program, equation, params["body_jaxpr"], values[cond:])
     new, precisions = inside.finish([precision_of(atom.aval) for atom in equation.outvars])
@@ -161,7 +162,18 @@ def _object(program: Program, equation: Equation) -> None:
 def _entered(program: Program, equation: Equation, jaxpr: AnyJaxpr, values: Sequence[Value]) -> Program:
     """Return a program that an equation holds, rewritten for these operands."""
     wanted = program.ahead.wanted(equation.outvars)
-    return program.rewriter.program(jaxpr, values, wanted, program.path)
+    inside = program.rewriter.program(jaxpr, values, wanted, program.path)
+    if inside.states and (equation.primitive.name not in CALLS or _places(equation)):
+        raise refusal(equation.primitive.name, equation)
+    return inside
+
+
+def _places(equation: Equation) -> bool:
+    """Return whether a program that an equation calls places arrays on devices."""
+    params = equation.params
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    is_placed = any(isinstance(it, jax.sharding.Sharding) for it in shardings)
+    return is_placed or equation.primitive.name in ("shard_map", "xla_pmap")
 
 
 def _hoisted(program: Program, equation: Equation) -> list[Value]:

@@ -18,6 +18,7 @@ import numpy as np
 from preamp.autocasting.tables import DEFAULT, EXPLICIT_PRECISION, Casting
 from preamp.errors import CastingError, UsageError
 from preamp.jax import jaxprs
+from preamp.jax.autocasting.delayed import State, entered, taken
 from preamp.jax.autocasting.flax_objects import Pure, pure
 from preamp.jax.autocasting.gradients import with_float32_gradients
 from preamp.jax.autocasting.module_scopes import Calls, module_scopes, scoped_method
@@ -27,9 +28,11 @@ from preamp.jax.autocasting.rewriting import Rewriter
 from preamp.jax.autocasting.settings import Settings
 from preamp.jax.autocasting.structured import handlers_of
 from preamp.jax.jaxprs import ClosedJaxpr
+from preamp.jax.trees import RecipeScales
 from preamp.recipes import Recipe
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 ALIASES = {"half": "float16"}
 OFF = jaxprs.REGION + "off"
@@ -39,8 +42,26 @@ _PATTERNS: ContextVar[frozenset[str]] = ContextVar("patterns of the regions that
 
 @overload
 def autocast(
-    fn: F, dtype: Any = ..., *, casting: Casting | None = ..., enabled: bool = ..., emulate: bool = ...
+    fn: F,
+    dtype: Any = ...,
+    *,
+    casting: Casting | None = ...,
+    enabled: bool = ...,
+    emulate: bool = ...,
+    recipe: None = ...,
+    weights: Sequence[int] = ...,
 ) -> F: ...
+@overload
+def autocast(
+    fn: Callable[..., T],
+    dtype: Any = ...,
+    *,
+    casting: Casting | None = ...,
+    enabled: bool = ...,
+    emulate: bool = ...,
+    recipe: Recipe | None,
+    weights: Sequence[int] = ...,
+) -> Callable[..., T]: ...
 @overload
 def autocast(
     fn: None = ...,
@@ -49,6 +70,8 @@ def autocast(
     casting: Casting | None = ...,
     enabled: bool = ...,
     emulate: bool = ...,
+    recipe: Recipe | None = ...,
+    weights: Sequence[int] = ...,
 ) -> Callable[[F], F]: ...
 def autocast(
     fn: Any = None,
@@ -88,9 +111,11 @@ def autocast(
         emulate: rehearse the region: the same casts, dtypes and overflows, on a device that is slow in
             `dtype` or compiles its roundings away. Products compute in float32, forward and backward, and
             store their results in `dtype`, as tensor cores do.
-        recipe: rehearse it: products of an operand that the `weights` hold are quantized as it says, and all
-            else runs in its high precision, which takes the place of `dtype`.
-        weights: the places of the arguments that hold the weights, such as `(0,)`.
+        recipe: rehearse it: products of an operand that the `weights` hold, moved or cast at most, are
+            quantized as it says, but for those in functions with a derivative by `jax.custom_vjp`. All else
+            runs in its high precision, which takes the place of `dtype`. With delayed scales, the
+            function takes them before all other arguments (`recipe_state`).
+        weights: the places of the arguments of `fn` that hold the weights, such as `(0,)`.
 
     Returns:
         The function; without `fn`, a decorator.
@@ -115,6 +140,7 @@ def autocast(
 
     @functools.wraps(fn, updated=())
     def cast(*args: object, **kwargs: object) -> Any:
+        scales, args = taken(args) if settings.delayed else (RecipeScales({}), args)
         if not enabled:
             with jax.named_scope(OFF):
                 return fn(*args, **kwargs)
@@ -124,13 +150,13 @@ def autocast(
             # A function that ran before would be inlined as it was traced then, without the names of modules.
             with jaxprs.tracing_for(settings.name) if settings.has_modules else nullcontext():
                 call, written = _traced(program, settings)
-            are_weights = _are_weights(program, len(args), weights)
+            are_weights = are_weights_of(program, len(args), weights)
             _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=3)
-            known = jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
-            jaxpr = rewrite(call.jaxpr, replace(settings, flat=known), written, are_weights)
+            flat = settings.delayed or jaxprs.are_known([*call.arrays, *call.jaxpr.consts])
+            jaxpr, states = rewrite(call.jaxpr, replace(settings, flat=flat), written, are_weights)
             jaxpr = with_float32_gradients(jaxpr)
             with jax.named_scope(settings.name):
-                results = jaxprs.evaluated(jaxpr, call.arrays)
+                results = jaxprs.evaluated(jaxpr, [*call.arrays, *entered(scales, states)])
             return program.written_back(call.returned(results))
 
     return cast
@@ -216,12 +242,12 @@ def region(dtype: object, table: Casting | None, emulate: bool, recipe: Recipe |
     table = DEFAULT if table is None else table
     if recipe is not None and not isinstance(recipe, Recipe):
         raise CastingError(f"recipe={recipe!r} is not a recipe. Write recipe=preamp.recipes.MXFP8.")
-    low, rules = _low(recipe.high if recipe else dtype), rules_of(table)
-    if recipe is not None and recipe.delayed:
+    if recipe is not None and _low(dtype).name not in ("bfloat16", recipe.high):  # bfloat16 is the default
         raise CastingError(
-            "The recipe takes its scales from earlier steps, which JAX's functions do not keep. Write "
-            "recipe=preamp.recipes.FLOAT8_CURRENT."
+            f"dtype={_name(dtype)!r}, and the recipe's high precision is {recipe.high}. Write recipe= "
+            f"without dtype=, or dataclasses.replace(recipe, high={_name(dtype)!r})."
         )
+    low, rules = _low(recipe.high if recipe else dtype), rules_of(table)
     emulate = emulate or recipe is not None
     # The order of edits counts where there are modules, otherwise only the rules do.
     edited = repr(table.edits if table.modules else sorted(rules.items()))
@@ -231,15 +257,23 @@ def region(dtype: object, table: Casting | None, emulate: bool, recipe: Recipe |
     return Settings(low, rules, emulate, name, table=table, recipe=recipe)
 
 
-def rewritten(program: Pure, settings: Settings, calls: Calls, *, stacklevel: int = 4) -> jaxprs.TracedCall:
+def rewritten(
+    program: Pure, settings: Settings, calls: Calls, are_weights: Sequence[bool] = (), *, stacklevel: int = 4
+) -> jaxprs.TracedCall:
     """Return a call as it is in a region; `jax.ShapeDtypeStruct`s may take the place of arrays."""
     with jaxprs.tracing_for(settings.name):
         call, written = _traced(program, settings)
     _warn_of_unmatched(settings, calls, call.jaxpr, stacklevel=stacklevel)
-    return call._replace(jaxpr=rewrite(call.jaxpr, settings, written))
+    jaxpr, states = rewrite(call.jaxpr, settings, written, are_weights)
+    if states:
+        raise UsageError(
+            f"{states[0].name} has a recipe with scales of earlier steps, and none have run here. Write "
+            "recipe.current in the table."
+        )
+    return call._replace(jaxpr=jaxpr)
 
 
-def _are_weights(program: Pure, count: int, weights: Sequence[int]) -> list[bool]:
+def are_weights_of(program: Pure, count: int, weights: Sequence[int]) -> list[bool]:
     """Return for each array of a call whether it is a weight.
 
     Args:
@@ -257,8 +291,8 @@ def _are_weights(program: Pure, count: int, weights: Sequence[int]) -> list[bool
 
 def rewrite(
     jaxpr: ClosedJaxpr, settings: Settings, written: int = 0, are_weights: Sequence[bool] = ()
-) -> ClosedJaxpr:
-    """Return a closed jaxpr as it is in a region.
+) -> tuple[ClosedJaxpr, list[State]]:
+    """Return a closed jaxpr as it is in a region, and the states that it takes after its operands.
 
     Args:
         jaxpr: the program.
@@ -279,8 +313,7 @@ def rewrite(
     kept = [precision_of(atom.aval) for atom in results[:written]]
     path = jaxprs.current_path() if settings.has_modules else ""
     program = Rewriter(settings, handlers_of).program(jaxpr, values, (False,) * len(results), path)
-    new: ClosedJaxpr = program.finish([*kept, *[None] * (len(results) - written)])[0]
-    return new
+    return program.finish([*kept, *[None] * (len(results) - written)])[0], program.states
 
 
 def _traced(program: Pure, settings: Settings) -> tuple[jaxprs.TracedCall, int]:

@@ -14,7 +14,7 @@ from jax import lax
 
 from preamp.arrays.jax import is_inexact, widen
 from preamp.jax import jaxprs
-from preamp.jax.autocasting.products import REHEARSED, USED
+from preamp.jax.autocasting.products import REHEARSED, USED, Quants
 from preamp.jax.jaxprs import AnyJaxpr, Atom, ClosedJaxpr, Equation
 
 _CASTS = ("convert_element_type", "reduce_precision")
@@ -36,6 +36,7 @@ class Operation:
         is_cast: whether it only changes the precision of its operand.
         signature: what it has in common with operations that compute the same.
         passes: whether its result is its first operand; that it stops the gradient has been taken care of.
+        quants: how the operands of a product are quantized; None if they are not.
         is_rehearsed: whether it computes in float32, and rounds that to the dtype of its result.
         differs: whether float32 may give other results.
         floats: the places of its results that are floating or complex.
@@ -51,7 +52,8 @@ class Operation:
         lows = [atom.aval.dtype for atom in results if _is_low(atom)]
         self.low: np.dtype[Any] | None = next(iter(lows), None)
         self.passes = self.name in _PASSING or jaxprs.keeps_numbers(equation)
-        self.is_rehearsed = equation.primitive in REHEARSED
+        self.quants: Quants | None = equation.params.get("quants")
+        self.is_rehearsed = equation.primitive in REHEARSED and not self.quants
         held = any(True for _ in jaxprs.subprograms(equation))
         self.differs = self.is_cast or held or any(map(_is_low, (*equation.invars, *results)))
         self.signature = _signature(equation)
@@ -193,7 +195,7 @@ def _equation_in_float32(equation: Equation, known: dict[Atom, Atom]) -> Equatio
     operands, results = (
         [_atom_in_float32(atom, known) for atom in atoms] for atoms in (equation.invars, equation.outvars)
     )
-    params = {name: _param_in_float32(value) for name, value in equation.params.items()}
+    params = {name: _param_in_float32(value) for name, value in equation.params.items() if name != "quants"}
     return _with_full_products(equation.replace(invars=operands, outvars=results, params=params))
 
 

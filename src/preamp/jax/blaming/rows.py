@@ -17,7 +17,7 @@ import numpy as np
 
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.tables import JAX, Rule
-from preamp.blaming.blame import BlameRow, Direction, Part
+from preamp.blaming.blame import BlameRow, Direction, Part, ProductOf
 from preamp.jax import jaxprs
 from preamp.jax.autocasting.counting import LAYOUT, flops_of
 from preamp.jax.autocasting.lookahead import MOVES
@@ -26,6 +26,7 @@ from preamp.jax.blaming.effects import Effect
 from preamp.jax.blaming.losses import Lost
 from preamp.jax.blaming.operations import Operation, is_low
 from preamp.jax.blaming.tape import Call, Tape, made_by
+from preamp.recipes.values import PRODUCTS
 
 _PARTS: Mapping[Rule | None, Part] = {"lower": "product", "float32": "sensitive"}
 
@@ -37,6 +38,7 @@ class Key(NamedTuple):
     operator: str
     source: str
     direction: Direction
+    product: ProductOf = ""
 
 
 @dataclass
@@ -107,7 +109,7 @@ def rows_of(
 
 def errors_of(row: BlameRow, calls: Iterable[Call], owners: Mapping[Call, Call]) -> dict[int, list[Any]]:
     """Return the errors of a row alone, by the index of the call, for `Tape(errors=...)`."""
-    key = Key(row.module, row.operator, row.source, row.direction)
+    key = Key(row.module, row.operator, row.source, row.direction, row.product)
     own = (call for call in calls if call.losses and key_of(owners.get(call, call)) == key)
     return {call.index: [each.delta for each in call.losses] for call in own}
 
@@ -117,6 +119,21 @@ def low_flops(calls: Iterable[Call]) -> int:
     forward = (call.operation for call in calls if not call.is_backward)
     lows = (each for each in forward if isinstance(each, Operation) and each.low is not None)
     return sum(flops_of(operation.equation) for operation in lows)
+
+
+def layers_of(calls: Iterable[Call]) -> dict[str, tuple[int, int]]:
+    """Return the modules with products that a recipe quantizes, and the shapes (out, in) of their weights."""
+    found: dict[str, tuple[int, int]] = {}
+    for call in calls:
+        operation = call.operation
+        if not isinstance(operation, Operation) or not operation.module:
+            continue
+        if (quants := operation.quants) and not quants.product:
+            shape = operation.equation.invars[1 - quants.first].aval.shape
+            axes = operation.equation.params["dimension_numbers"][0][1 - quants.first]
+            summed = math.prod(shape[axis] for axis in axes)
+            found[operation.module] = math.prod(shape) // summed, summed
+    return found
 
 
 def _row(key: Key, sums: _Sums, count: int) -> BlameRow:
@@ -131,7 +148,7 @@ def _row(key: Key, sums: _Sums, count: int) -> BlameRow:
         direction=key.direction,
         source=key.source,
         inputs=", ".join(_inputs(call)),
-        runs=str(runs),
+        runs=", ".join(operation.quants.formats) if operation.quants else str(runs),
         part=_PARTS.get(JAX.rules.get(operation.name), "other"),
         calls=len(sums.calls),
         local_error=sums.local_error,
@@ -145,6 +162,7 @@ def _row(key: Key, sums: _Sums, count: int) -> BlameRow:
         amax=sums.amax,
         limit=float(jnp.finfo(runs).max),
         flops=sum(flops_of(_operation(each).equation) for each in sums.calls),
+        product=key.product,
     )
 
 
@@ -157,7 +175,8 @@ def key_of(call: Call) -> Key:
     """Return the row that a call belongs to."""
     operation = _operation(call)
     direction: Direction = "backward" if call.is_backward else "forward"
-    return Key(operation.module or OUTSIDE, operation.name, operation.source, direction)
+    product: ProductOf = PRODUCTS[operation.quants.product] if operation.quants else ""
+    return Key(operation.module or OUTSIDE, operation.name, operation.source, direction, product)
 
 
 def _inputs(call: Call) -> list[str]:

@@ -14,7 +14,17 @@ import numpy as np
 
 from preamp.arrays.jax import is_inexact, widen
 from preamp.autocasting.tables import Casting
-from preamp.blaming.blame import ALLOWED_LOST, Blame, BlameRow, ranked, with_parameters
+from preamp.blaming.blame import (
+    ALLOWED_LOST,
+    FIRST_SCALES,
+    Blame,
+    BlameRow,
+    beside,
+    ranked,
+    roundoff_in,
+    roundoff_of,
+    with_parameters,
+)
 from preamp.checks import positive, shown
 from preamp.errors import UsageError
 from preamp.jax import jaxprs
@@ -23,14 +33,15 @@ from preamp.jax.autocasting.flax_objects import attribute_name, pure
 from preamp.jax.autocasting.gradients import with_float32_gradients
 from preamp.jax.autocasting.module_scopes import module_scopes, scoped_method
 from preamp.jax.autocasting.settings import Settings
-from preamp.jax.autocasting.transform import region, rewritten
+from preamp.jax.autocasting.transform import are_weights_of, region, rewritten
 from preamp.jax.blaming.effects import GRADIENTS, LOSS, measure, seed
 from preamp.jax.blaming.operations import Operation
-from preamp.jax.blaming.rows import errors_of, low_flops, owners_of, rows_of
+from preamp.jax.blaming.rows import errors_of, layers_of, low_flops, owners_of, rows_of
 from preamp.jax.blaming.tape import BackwardOverflow, Node, Tape, Variable, what_is_in
 from preamp.jax.jaxprs import ClosedJaxpr
 from preamp.jax.scaling.differentiation import pulled_back, refuse_stateful
 from preamp.jax.trees import kind_of
+from preamp.recipes.values import PRODUCTS, Recipe
 
 FIRST_SCALE = 2.0**16
 LEAST_SCALE = 2.0**-14
@@ -43,6 +54,7 @@ def blame(
     params: Any,
     *args: Any,
     dtype: Any = jnp.bfloat16,
+    recipe: Recipe | None = None,
     casting: Casting | None = None,
     loss_scale: float | None = None,
     **kwargs: Any,
@@ -79,6 +91,9 @@ def blame(
         params: what the gradients are with respect to: the floating arrays of this tree, or module.
         args: the other arguments of `loss_fn`.
         dtype: the low precision, float16 or bfloat16.
+        recipe: how products with an array of `params` are quantized; its high precision takes the place of
+            `dtype`. Each layer has a row for each of its products, and beside it what the same product loses
+            in the high precision alone, for which the step is run once more.
         casting: an edited table of primitives, as `autocast` takes.
         loss_scale: the scale of the gradients of the backward pass. None: for float16 the largest power of
             two up to 65536 with which nothing overflows there, otherwise 1.
@@ -94,9 +109,11 @@ def blame(
             function that JAX cannot trace, and inside of `jit`, `grad` or `vmap`.
         PolicyError: for a loss scale that is not a finite number above 0.
     """
-    found, differences = rehearsed(
-        loss_fn, params, args, kwargs, dtype=dtype, casting=casting, loss_scale=loss_scale
-    )
+    run = partial(rehearsed, loss_fn, params, args, kwargs, dtype=dtype, loss_scale=loss_scale)
+    found, differences = run(casting=casting, recipe=recipe)
+    if recipe is not None:
+        table = None if casting is None else casting.without_recipes()
+        found = beside(found, run(casting=table, recipe=recipe.without(*PRODUCTS))[0])
     return with_parameters(found, differences)
 
 
@@ -109,12 +126,13 @@ def rehearsed(
     dtype: Any,
     casting: Casting | None,
     loss_scale: float | None,
+    recipe: Recipe | None = None,
 ) -> tuple[Blame, Callable[[BlameRow], Iterable[tuple[float, str]]]]:
     """Return what `blame` does without parameters, and what measures those of a row.
 
     The latter returns for each parameter how much its gradient changes through the row alone, and its name.
     """
-    settings = region(dtype, casting, emulate=True)
+    settings = region(dtype, casting, True, recipe.current if isinstance(recipe, Recipe) else recipe)
     if not callable(loss_fn):
         raise UsageError(f"{kind_of(loss_fn)} cannot be called as a loss. Write {EXAMPLE}.")
     if loss_scale is not None:
@@ -140,6 +158,7 @@ def rehearsed(
             call.overflowed = 0
     lowered = loss_scale is None and settings.dtype == jnp.float16 and scale != FIRST_SCALE and not not_finite
     notes = [f"The loss scale is {scale:g}: gradients overflow with {FIRST_SCALE:g}."] if lowered else []
+    notes += [FIRST_SCALES] if recipe and recipe.delayed else []
     if any(call.overflowed for call in tape.calls):
         notes.append("What overflowed was replaced by the largest number of its precision, to go on.")
     size = abs(float32_loss) if float32_loss and math.isfinite(float32_loss) else 1.0
@@ -160,8 +179,9 @@ def rehearsed(
         changed = step.gradients(tape, scale, errors_of(row, tape.calls, owners))
         return zip(map(_difference, changed, exact()), step.names, strict=True)
 
+    roundoff = roundoff_in(recipe) if recipe else float(jnp.finfo(settings.dtype).eps) / 2
     found = Blame(
-        rows=rows if not_finite else ranked(rows, float(jnp.finfo(settings.dtype).eps) / 2),
+        rows=rows if not_finite else ranked(rows, roundoff),
         dtype=settings.dtype.name,
         loss=loss,
         float32_loss=float32_loss,
@@ -171,6 +191,9 @@ def rehearsed(
         flops=tape.flops,
         low_flops=low_flops(tape.calls),
         not_finite=not_finite,
+        recipe=recipe.name or "a recipe" if recipe else "",
+        roundoff=max((roundoff_of(row, roundoff) for row in rows), default=roundoff),
+        layers=layers_of(tape.calls),
     )
     return found, differences
 
@@ -240,7 +263,8 @@ def traced(
                 f"{EXAMPLE}, with the parameters first."
             )
         try:
-            call = rewritten(program, settings, calls, stacklevel=6)
+            are_weights = are_weights_of(program, 1 + len(args), [0])
+            call = rewritten(program, settings, calls, are_weights, stacklevel=6)
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
             raise UsageError(
                 f"JAX cannot trace this loss ({type(error).__name__}: {_first_line(error)}). blame takes "

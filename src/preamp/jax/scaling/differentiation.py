@@ -23,7 +23,7 @@ from preamp.jax import axes, trees
 from preamp.jax.scaling.measurements import measure
 from preamp.jax.scaling.states import LossScaledState, PendingState, check, locate, pending_in
 from preamp.jax.scaling.unreduced_gradients import warn_of_devices
-from preamp.jax.trees import FlowSlot, is_flow_slot, kind_of
+from preamp.jax.trees import FlowSlot, RecipeScales, is_no_gradient, kind_of
 
 T = TypeVar("T")
 NNX = "flax.nnx"
@@ -201,11 +201,17 @@ class Differentiated:
         if self._names:
             value = lax.pmean(widen(value), self._names)
             scaled = trees.map_inexact(partial(axes.mean, self._names), trees.widen(scaled))
-            scaled = jax.tree.map(self._total_counts, scaled, is_leaf=is_flow_slot)
+            scaled = jax.tree.map(self._over_devices, scaled, is_leaf=is_no_gradient)
         return (value, aux) if self._has_aux else value, scaled[0] if self._is_single else scaled
 
-    def _total_counts(self, node: T) -> T | FlowSlot:
+    def _over_devices(self, node: T) -> T | FlowSlot:
         """Return a slot with the counts of all devices; other nodes as they are."""
+        if isinstance(node, RecipeScales) and not axes.tracked(self._names):
+            raise UsageError(
+                "the scales of a delayed recipe are those of all devices, and here JAX does not know what "
+                "differs between them. Write jax.shard_map with check_vma=True, or "
+                "recipe=preamp.recipes.FLOAT8_CURRENT."
+            )
         return FlowSlot(axes.sum_over(self._names, [node.counts])) if isinstance(node, FlowSlot) else node
 
     def of_params(

@@ -11,7 +11,7 @@ from jax import export
 from preamp import policy
 from preamp.guards import ALL, Guard, NormLimit, SpikeGuard
 from preamp.jax.scaling.states import LossScaledState, PendingState
-from preamp.jax.trees import FlowSlot
+from preamp.jax.trees import FlowSlot, RecipeScales
 from preamp.scaling import GuardRecord
 
 
@@ -26,13 +26,14 @@ def register() -> None:
     for kind in dict.fromkeys([LossScaledState, PendingState, *states, GuardRecord, *chain(*guarded)]):
         with contextlib.suppress(ValueError):
             export.register_namedtuple_serialization(kind, serialized_name=f"preamp.{kind.__name__}")
-    with contextlib.suppress(ValueError):
-        export.register_pytree_node_serialization(
-            FlowSlot,
-            serialized_name="preamp.FlowSlot",
-            serialize_auxdata=lambda _: b"",
-            deserialize_auxdata=lambda _: None,
-        )
+    for node in (FlowSlot, RecipeScales):
+        with contextlib.suppress(ValueError):
+            export.register_pytree_node_serialization(
+                node,
+                serialized_name=f"preamp.{node.__name__}",
+                serialize_auxdata=lambda _: b"",
+                deserialize_auxdata=lambda _: (),
+            )
 
 
 def _kinds_in(state: Any) -> list[type[Any]]:

@@ -22,7 +22,7 @@ from preamp.jax import axes, trees
 from preamp.jax.scaling.differentiation import refuse_stateful
 from preamp.jax.scaling.measurements import measure, measure_again
 from preamp.jax.scaling.states import LossScaledState, PendingState, check, pending_in, start, states_in
-from preamp.jax.trees import is_flow_slot, kind_of
+from preamp.jax.trees import is_no_gradient, kind_of
 from preamp.policy import Dynamic, Policy
 from preamp.scaling import Measured, advance, given_guard, judge
 from preamp.systems.arguments import given_policy
@@ -148,10 +148,10 @@ class Scaling:
     def init(self, params: object) -> LossScaledState:
         """Return the state before the first step."""
         refuse_stateful(params)
-        if any(map(is_flow_slot, jax.tree.leaves(params, is_leaf=is_flow_slot))):
+        if any(map(is_no_gradient, jax.tree.leaves(params, is_leaf=is_no_gradient))):
             raise UsageError(
-                "params hold a flow_slot(), which the optimizer would update. Write the slots as another "
-                "argument of the loss, and value_and_grad(loss_fn, argnums=(0, 1))."
+                "params hold a flow_slot() or RecipeScales, which the optimizer would update. Write them as "
+                "another argument of the loss, and value_and_grad(loss_fn, argnums=(0, 1))."
             )
         first, inner = start(self.policy, self.guard), self.inner.init(trees.widen(params))
         if states_in(inner):

@@ -16,7 +16,16 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from preamp.arrays import torch_compat as compat
 from preamp.autocasting.tables import Casting
-from preamp.blaming.blame import Blame, BlameRow, beside, ranked, roundoff_in, roundoff_of, with_parameters
+from preamp.blaming.blame import (
+    FIRST_SCALES,
+    Blame,
+    BlameRow,
+    beside,
+    ranked,
+    roundoff_in,
+    roundoff_of,
+    with_parameters,
+)
 from preamp.checks import positive, shown, whole
 from preamp.errors import CastingError, UsageError
 from preamp.recipes import Recipe
@@ -46,7 +55,6 @@ REPAIRED = (
     "What is not finite in low precision alone was replaced by what float32 has, at most the largest number "
     "of the format, and the loss is computed from that."
 )
-FIRST_SCALES = "No step has run in this recipe, so the scales are those of this step."
 ATTEMPTS = 4  # to find a loss scale with which nothing overflows
 
 
@@ -267,6 +275,7 @@ class BlamedStep:
             cause,
             self.recipe.name or "a recipe" if self.recipe and self._runs else "",
             max((roundoff_of(row, roundoff) for row in rows), default=roundoff),
+            recorder.layers,
         )
 
     def _not_finite_in_float32(self, loss: float) -> tuple[str, Place | None]:

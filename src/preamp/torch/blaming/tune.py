@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,6 @@ from preamp.checks import positive, whole
 from preamp.errors import CastingError, UsageError
 from preamp.recipes import Recipe
 from preamp.torch.autocasting import operators
-from preamp.torch.autocasting.rules import LOW
 from preamp.torch.blaming.blame import BlamedStep
 
 
@@ -80,7 +78,7 @@ def tune(
         target = step.noise()
     else:
         positive("target", target, 'target=0.01, or target="seeds"')
-    found = tuning.tune(
+    return tuning.tune(
         step.run,
         casting,
         _can_be_named,
@@ -90,11 +88,6 @@ def tune(
         target=target,
         most=rehearsals,
     )
-    if recipe is None or model is None:
-        return found
-    quantized = {row.module for row in found.before.rows if row.product and row.runs not in LOW}
-    weights: dict[str, Any] = {path: model.get_submodule(path).weight for path in sorted(quantized)}
-    return replace(found, layers={path: tuple(weight.shape) for path, weight in weights.items()})
 
 
 def _can_be_named(operator: str) -> bool:
