@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from preamp import recipes
+from preamp.autocasting.tables import Casting
 from preamp.recipes import Recipe
 from preamp.torch import autocast, blame, recipe_state
 
@@ -94,8 +96,13 @@ class Step:
         return nn.functional.cross_entropy(logits.flatten(0, -2), self.targets.flatten())
 
 
-def language(seed: int, blocks: int = 2, norm: type[nn.Module] = nn.LayerNorm) -> Step:
-    """Return a language model after 30 steps on a text in which each word follows from the one before."""
+def language(
+    seed: int, blocks: int = 2, norm: type[nn.Module] = nn.LayerNorm, *, returns_batch: bool = False
+) -> Any:
+    """Return a language model after 30 steps on a text in which each word follows from the one before.
+
+    With `returns_batch`, return what draws batches as well.
+    """
     torch.manual_seed(seed)
     model = Language(blocks, norm)
     follows = torch.randint(0, WORDS, (WORDS, 4))
@@ -107,7 +114,8 @@ def language(seed: int, blocks: int = 2, norm: type[nn.Module] = nn.LayerNorm) -
         text = torch.stack(words, 1)
         return text[:, :-1], text[:, 1:]
 
-    return _trained(Step(model, *batch()), batch)
+    step = _trained(Step(model, *batch()), batch)
+    return (step, batch) if returns_batch else step
 
 
 def classifier(seed: int, depth: int = 3) -> Step:
@@ -234,10 +242,10 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def gradients(step: Step, recipe: Recipe | None) -> list[Tensor]:
+def gradients(step: Step, recipe: Recipe | None, table: Casting | None = None) -> list[Tensor]:
     """Return the gradients of a step, each times the size of its weight, as blame weighs them."""
     parameters = list(step.model.parameters())
-    with autocast("cpu", recipe=recipe, model=step.model, enabled=recipe is not None):
+    with autocast("cpu", recipe=recipe, casting=table, model=step.model, enabled=recipe is not None):
         loss = step.loss()
     return [
         each * weight.detach().abs()
@@ -245,13 +253,13 @@ def gradients(step: Step, recipe: Recipe | None) -> list[Tensor]:
     ]
 
 
-def error(step: Step, recipe: Recipe) -> float:
+def error(step: Step, recipe: Recipe, table: Casting | None = None) -> float:
     """Return the relative error of the gradients in a recipe."""
     kept = copy.deepcopy(step)
     if recipe.delayed and not recipe_state(kept.model):
         gradients(kept, recipe)  # the first step has no scales
     exact = torch.cat([each.flatten() for each in gradients(kept, None)])
-    low = torch.cat([each.flatten() for each in gradients(kept, recipe)])
+    low = torch.cat([each.flatten() for each in gradients(kept, recipe, table)])
     return float((low - exact).norm() / exact.norm())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import warnings
@@ -352,6 +353,18 @@ def test_integers_that_low_precision_rounds_are_compared(make: Callable[[], Tens
     found = blame(lambda: model((make().float() * 0.9).sin()[:, None]).square().mean(), model=model)
     assert found.rows[0].guilty
     assert found.rows[0].operator in ("to", "bfloat16", "arange", "linspace")
+
+
+def test_no_tensor_of_a_blamed_step_stays() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def blamed() -> int:
+        blame(lambda: (1e6 * model(torch.ones(4, 8))).mean(), model=model, dtype=torch.float16)
+        gc.collect()
+        return sum(type(each) is Tensor for each in gc.get_objects())
+
+    blamed()
+    assert blamed() == blamed()
 
 
 def test_hooks_on_gradients_are_left_out_and_what_requires_gradients_is_told() -> None:

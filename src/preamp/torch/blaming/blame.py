@@ -296,8 +296,9 @@ class BlamedStep:
 
         for tensor, leaf in recorder.here.leaves:
             hook = partial(arrived, recorder.name_of(tensor))
-            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            recorder.watch(leaf, hook)
         _run_backward(losses["here"])
+        recorder.release()
         search.end()
         if not bad or search.first is None:
             return "", None
@@ -403,15 +404,16 @@ class BlamedStep:
                 squares.append(norm_of(size_of(leaf) * gradient) ** 2 if is_finite else math.nan)
 
         for _, leaf in recorder.here.leaves:
-            leaf.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+            recorder.watch(leaf, arrived)
         for _, leaf in recorder.there.leaves:
-            leaf.register_post_accumulate_grad_hook(_freed)  # type: ignore[no-untyped-call]
+            recorder.watch(leaf, _freed)
         if recorder.gate.is_used:
             # First the gradients of the step, then what also passes where the gate stops them.
             recorder.counts_forward = False
             _run_backward(losses["here"], retain_graph=True)
             recorder.counts_forward, recorder.counts_backward, recorder.gate.is_open = True, False, True
         _run_backward(losses["here"], losses["there"])
+        recorder.release()
         if recorder.search is not None:
             recorder.search.end()
         return math.sqrt(math.fsum(squares))
@@ -435,8 +437,9 @@ class BlamedStep:
         for world, leaves in (("here", recorder.here.leaves), ("there", recorder.there.leaves)):
             for at, (tensor, leaf) in enumerate(leaves):
                 hook = _Arrived(arrived, at, recorder.name_of(tensor), world == "here")
-                leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                recorder.watch(leaf, hook)
         _run_backward(losses["here"], losses["there"])
+        recorder.release()
         return found
 
 

@@ -472,6 +472,17 @@ class Recorder(TorchFunctionMode):
         self._flop_counter = FlopCounter
         self._index = 0
         self._put_back: list[tuple[Tensor, Tensor]] = []
+        self._hooks: list[Any] = []
+
+    def watch(self, leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
+        """Call a function with a leaf when its gradient has arrived, until `release`."""
+        self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def release(self) -> None:
+        """Remove the hooks: Python does not find the circles through them, and would keep all copies."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def note_failure(self, func: Callable[..., Any], what: str, error: Exception) -> None:
         """Note that a call could not be compared."""
