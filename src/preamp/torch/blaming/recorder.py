@@ -140,6 +140,10 @@ class World:
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor in self._copies
 
+    def forget(self) -> None:
+        """Let go of all copies but the leaves."""
+        self._copies = WeakTensorKeyDictionary()
+
     def _leaf(self, tensor: Tensor) -> Tensor:
         value = tensor.detach()
         if not tensor.requires_grad:  # a buffer, which a call may write into
@@ -479,10 +483,12 @@ class Recorder(TorchFunctionMode):
         self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
-        """Remove the hooks: Python does not find the circles through them, and would keep all copies."""
+        """Let go of the copies. Python does not find the circles through hooks of autograd's graph."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for world in self.worlds.values():
+            world.forget()
 
     def note_failure(self, func: Callable[..., Any], what: str, error: Exception) -> None:
         """Note that a call could not be compared."""
