@@ -19,7 +19,7 @@ from timing import Spread, Times, Work, spread
 from torch import nn
 from torch.nn import functional
 
-from preamp import casting
+from preamp import casting, recipes
 from preamp.torch import autocast
 
 Region = Callable[[], AbstractContextManager[Any]]
@@ -28,6 +28,7 @@ CALLS, FEW = 1000, 30
 PYTORCH, ALONE = "torch.autocast", "torch.autocast before the first of ours"
 FLOAT32, BY_HAND = "float32", "casts by hand"
 REHEARSED = (torch.float16, torch.bfloat16)
+RECIPES = recipes.FLOAT8_CURRENT, recipes.MXFP8, recipes.NVFP4
 
 
 def repeated(region: Region, work: Work, calls: int = CALLS) -> Work:
@@ -283,16 +284,19 @@ def of_rehearsals(options: Options, area: Area) -> Iterator[Row]:
         [(Chain, False)] if options.quick else [(Chain, False), (Transformer, False), (Transformer, True)]
     )
     for make, compiled in models:
-        regions = {str(dtype): autocast(device, dtype, emulate=True) for dtype in REHEARSED}
+        regions = {
+            f"emulate=True, {str(dtype).removeprefix('torch.')}": autocast(device, dtype, emulate=True)
+            for dtype in REHEARSED
+        }
+        if make is Transformer:
+            regions |= {f"recipe={recipe.name}": autocast(device, recipe=recipe) for recipe in RECIPES}
         works = {name: Training(make, region, device, compiled).step for name, region in regions.items()}
         works[FLOAT32] = Training(make, nullcontext(), device, compiled).step
         times: Times = options.interleaved(works)
         for name in regions:
-            dtype, model = name.removeprefix("torch."), (make.__doc__ or "").rstrip(".")
+            model = (make.__doc__ or "").rstrip(".")
             step = "a compiled training step" if compiled else "a training step"
-            yield from area.timed(
-                f"{step} with emulate=True, {dtype}: {model}", times, name, floors=[FLOAT32]
-            )
+            yield from area.timed(f"{step} with {name}: {model}", times, name, floors=[FLOAT32])
 
 
 def measure(options: Options) -> Iterator[Row]:

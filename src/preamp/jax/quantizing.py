@@ -23,6 +23,10 @@ def _floats(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def _first_bytes(x: Array, count: int) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint8).reshape(-1)[:count].astype(jnp.float32)
+
+
 def _amax(x: Array, axes: tuple[int, ...]) -> Array:
     """Return the largest magnitude by its bits: of floats, XLA's maximum drops NaN on CPUs."""
     return _floats(jnp.max(_bits(x) & _MAGNITUDE, axes, keepdims=True))
@@ -38,8 +42,8 @@ def _divided(numerator: Array | float, x: Array | float) -> Array:
 
 ARRAYS: Any = SimpleNamespace(
     where=jnp.where,
-    clip=jnp.clip,
-    floor=jnp.floor,
+    clip_=jnp.clip,
+    floor_=jnp.floor,
     copysign=jnp.copysign,
     isnan=jnp.isnan,
     isfinite=jnp.isfinite,
@@ -47,8 +51,9 @@ ARRAYS: Any = SimpleNamespace(
     floats=_floats,
     divided=_divided,
     total=lambda bits: jnp.sum(bits, dtype=jnp.int32),
-    places=lambda x: lax.iota(jnp.int32, x.size).reshape(x.shape),
-    numbers=lambda x: x.astype(jnp.float32),
+    known_=lambda x, number: jnp.where(jnp.isnan(x), number, x),
+    places=lambda x, count: lax.iota(jnp.int32, count),
+    bytes=_first_bytes,
     joined=jnp.concatenate,
     amax=_amax,
     padded=lambda x, rows, columns: jnp.pad(x, ((0, rows), (0, columns))),

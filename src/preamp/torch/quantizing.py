@@ -24,8 +24,8 @@ def _rotated(x: Tensor, matrix: list[list[float]]) -> Tensor:
 
 ARRAYS: Any = SimpleNamespace(
     where=torch.where,
-    clip=torch.clip,
-    floor=torch.floor,
+    clip_=torch.clip_,
+    floor_=torch.floor_,
     copysign=torch.copysign,
     isnan=torch.isnan,
     isfinite=torch.isfinite,
@@ -33,8 +33,9 @@ ARRAYS: Any = SimpleNamespace(
     floats=lambda bits: bits.view(torch.float32),
     divided=torch.div,  # a number over a tensor by `/` is its reciprocal, rounded, times the number
     total=lambda bits: bits.sum(dtype=torch.int32),
-    places=lambda x: torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape),
-    numbers=lambda x: x.float(),
+    known_=lambda x, number: x.nan_to_num_(number),
+    places=lambda x, count: torch.arange(count, dtype=torch.int32, device=x.device),
+    bytes=lambda x, count: x.view(torch.uint8)[:count].float(),
     joined=torch.cat,
     amax=lambda x, axes: x.abs().amax(axes, keepdim=True),
     padded=lambda x, rows, columns: functional.pad(x, (0, columns, 0, rows)),

@@ -119,7 +119,7 @@ def _operand(
         calls: what watches this call.
         keeps: leave them as they are.
     """
-    x, quant = x.float(), recipe.quants[place]
+    x, quant = x.contiguous().float(), recipe.quants[place]
     seen = [partial(call.quantized, place) for call in calls]
     if quant is None or not quant.history:
         return x if quant is None else quantized(ARRAYS, x, quant, seen=seen)
