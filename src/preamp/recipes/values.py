@@ -147,6 +147,7 @@ class Recipe:
             "bfloat16" or "float16".
         multiple: what each size of a weight and the number of rows must be a multiple of, as the recipe's
             owner asks; other products stay high.
+        quants: how the operands of fprop, dgrad and wgrad are quantized, in this order; None stays high.
     """
 
     fprop: Operands = None
@@ -154,6 +155,8 @@ class Recipe:
     wgrad: Operands = None
     high: Literal["bfloat16", "float16"] = "bfloat16"
     multiple: int = 1
+    # No property: PyTorch's compiler reads the fields of a recipe, and not always more.
+    quants: tuple[Quant | None, ...] = field(init=False, repr=False, compare=False)
     key: str = field(init=False, repr=False, compare=False)
     once: Once = field(init=False, repr=False, compare=False)
     delayed: bool = field(init=False, repr=False, compare=False)
@@ -171,6 +174,9 @@ class Recipe:
             raise CastingError(f"high={self.high!r} is not a dtype of recipes. Write high='bfloat16'.")
         if type(self.multiple) is not int or self.multiple < 1:
             raise CastingError(f"multiple={self.multiple!r} is no whole number above 0. Write multiple=16.")
+        pairs = (self.fprop, self.dgrad, self.wgrad)
+        quants = tuple(each for pair in pairs for each in pair or (None, None))
+        object.__setattr__(self, "quants", quants)
         object.__setattr__(self, "key", self.name or repr(self))
         x, w, g, of_w, of_g, of_x = self.quants
         once = Once(_transposes(x, of_x), _transposes(w, of_w), _transposes(g, of_g))
@@ -201,11 +207,6 @@ class Recipe:
     def current(self) -> Recipe:
         """The recipe that takes the scale of each call, where this one takes those of earlier ones."""
         return changed(self, history=0)
-
-    @property
-    def quants(self) -> tuple[Quant | None, ...]:
-        """How the operands of fprop, dgrad and wgrad are quantized, in this order; None stays high."""
-        return tuple(each for pair in (self.fprop, self.dgrad, self.wgrad) for each in pair or (None, None))
 
 
 def _transposes(one: Quant | None, other: Quant | None) -> bool:
