@@ -82,8 +82,10 @@ class Row:
 
 
 def _torch(release: str, python: str, *requires: str) -> Row:
-    tests = ("tests/torch/test_*.py", *CORE)
-    return Row(f"torch-{release}", python, "torch", (f"torch=={release}.*", *requires), tests)
+    tests = ("tests/torch/test_*.py", "tests/recipes", *CORE)
+    # Of the peers of recipes not torchao, which PyTorch 2.6 cannot import, and not qwix, which brings JAX.
+    requires = (f"torch=={release}.*", "ml_dtypes", "gfloat", *requires)
+    return Row(f"torch-{release}", python, "torch", requires, tests)
 
 
 def _jax(release: str, python: str) -> Row:

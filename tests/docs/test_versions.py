@@ -109,7 +109,7 @@ def test_no_report_and_no_tests_are_failures(tool, tmp_path, reported):
 def test_rows_are_found_by_their_names(tool, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["matrix.py", "torch-2.8", "--list"])
     tool.matrix.main()
-    assert capsys.readouterr().out == "torch-2.8         Python 3.12   torch==2.8.*\n"
+    assert capsys.readouterr().out == "torch-2.8         Python 3.12   torch==2.8.* ml_dtypes gfloat\n"
     monkeypatch.setattr(sys, "argv", ["matrix.py", "torch-2.7"])
     with pytest.raises(SystemExit):
         tool.matrix.main()

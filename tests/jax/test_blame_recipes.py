@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from jax import Array
 
-import preamp.torch
 from preamp import casting, recipes
 from preamp.blaming.blame import Blame, BlameRow
 from preamp.errors import CastingError, UsageError
@@ -103,6 +101,9 @@ def test_the_predicted_error_of_the_gradients_is_that_which_happens(recipe: Reci
 
 
 def test_rows_are_those_of_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    from preamp.torch import blame as torch_blame
+
     model = torch.nn.Sequential()
     for number, w in enumerate(WEIGHTS):
         layer = torch.nn.Linear(*w.shape, bias=False)
@@ -110,7 +111,7 @@ def test_rows_are_those_of_pytorch() -> None:
             layer.weight.copy_(torch.from_numpy(np.array(w)).T)
         model.append(layer if not number else torch.nn.Sequential(torch.nn.Tanh(), layer))
     x = torch.from_numpy(np.array(X))
-    theirs = preamp.torch.blame(lambda: model(x).float().square().mean(), model=model, recipe=recipes.MXFP8)
+    theirs = torch_blame(lambda: model(x).float().square().mean(), model=model, recipe=recipes.MXFP8)
     ours = products(blame(loss, WEIGHTS, X, recipe=recipes.MXFP8))
     others = {(module[:1], product): row for (module, product), row in products(theirs).items()}
     assert ours.keys() == others.keys()

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -18,7 +17,6 @@ from preamp import casting, recipes
 from preamp.errors import CastingError, UsageError
 from preamp.jax import autocast, quantize
 from preamp.recipes import Recipe
-from preamp.torch import quantize as torch_quantize
 
 from .trainings import shard_map
 
@@ -48,6 +46,9 @@ def inputs() -> dict[str, np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("quant", sorted(QUANTS, key=repr), ids=repr)
 def test_quantizing_is_that_of_pytorch(quant: recipes.Quant, compiles: bool) -> None:
+    torch = pytest.importorskip("torch")
+    from preamp.torch import quantize as torch_quantize
+
     def run(x: Array) -> Array:
         return quantize(x, quant, axis=0, draw=3)
 

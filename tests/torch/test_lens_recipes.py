@@ -261,6 +261,8 @@ def test_operands_belong_to_the_module_that_is_running_for_each_lens() -> None:
     }
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # PyTorch 2.10
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of PyTorch
 def test_a_compiled_model_has_the_same_rows() -> None:
     model, x = perceptron(), data()
     wanted = looked(model, recipes.FLOAT8_CURRENT, x).quantized

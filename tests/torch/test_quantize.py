@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ from preamp.recipes import Quant
 from preamp.recipes.arithmetic import rounded
 from preamp.torch.quantizing import ARRAYS, quantize
 
+ml_dtypes = pytest.importorskip("ml_dtypes")
 ROWS, COLUMNS = 128, 384
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 ML_DTYPES = {

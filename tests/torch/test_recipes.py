@@ -18,6 +18,8 @@ from preamp.errors import CastingError, UsageError
 from preamp.recipes import Quant, Recipe
 from preamp.torch import autocast, load_recipe_state, quantize, recipe_state
 
+from .regions import COMPILED, run_in
+
 ALL = {name: value for name, value in vars(recipes).items() if isinstance(value, Recipe)}
 CURRENT = {name: recipe for name, recipe in ALL.items() if not recipe.delayed}
 FUNCTIONS = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of PyTorch
@@ -116,36 +118,34 @@ def test_modules_may_stay_high_or_have_another_recipe() -> None:
 
 
 @FUNCTIONS
-@pytest.mark.parametrize("name", ALL)
-def test_compiled_code_computes_the_same(name: str) -> None:
-    torch.compiler.reset()  # which compiles one function only so many times
+@pytest.mark.parametrize(
+    ("name", "way"),
+    sorted({*((name, COMPILED) for name in ALL), ("FLOAT8_CURRENT", "around"), ("NVFP4", "around")}),
+)
+def test_compiled_code_computes_the_same(name: str, way: str) -> None:
     model, recipe = perceptron(), ALL[name]
-
-    def run(x: Tensor) -> Tensor:
-        with autocast("cpu", recipe=recipe, model=model):
-            y: Tensor = model(x)
-        return y
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    ways = [
+        run_in(each, lambda: autocast("cpu", recipe=recipe, model=model), model) for each in ("eager", way)
+    ]
     for step in range(3):
         x = torch.randn(64, 64) * 2.0**step
-        found = [torch.autograd.grad(each(x).square().sum(), model.parameters()) for each in (run, compiled)]
+        found = [torch.autograd.grad(run(x).square().sum(), model.parameters()) for run in ways]
         if not recipe.delayed:  # whose scales went on
             for a, b in zip(*found, strict=True):
                 assert torch.equal(a, b)
 
 
 @FUNCTIONS
-def test_compiled_code_changes_the_scales_as_eager_code_does() -> None:
-    def trained(*, compiles: bool) -> list[float]:
+@pytest.mark.parametrize("way", sorted({COMPILED, "around"}))
+def test_compiled_code_changes_the_scales_as_eager_code_does(way: str) -> None:
+    def trained(way: str) -> list[float]:
         model, losses = perceptron(), []
 
         def run(x: Tensor) -> Tensor:
-            with autocast("cpu", recipe=recipes.FLOAT8_DELAYED, model=model):
-                y: Tensor = model(x)
+            y: Tensor = model(x)
             return y.float().square().mean()
 
-        step = torch.compile(run, fullgraph=True, backend="aot_eager") if compiles else run
+        step = run_in(way, lambda: autocast("cpu", recipe=recipes.FLOAT8_DELAYED, model=model), run)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         torch.manual_seed(2)
         for number in range(8):
@@ -156,7 +156,7 @@ def test_compiled_code_changes_the_scales_as_eager_code_does() -> None:
             losses.append(loss.item())
         return losses
 
-    assert trained(compiles=True) == trained(compiles=False)
+    assert trained(way) == trained("eager")
 
 
 def test_rounding_at_random_draws_nothing_and_is_right_on_average() -> None:

@@ -12,6 +12,7 @@ Private attributes of objects are read where they are needed. These have been th
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 from collections import Counter, UserDict
@@ -43,6 +44,15 @@ def mark_constant(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def object_of(known: int) -> Any:
+    """Return the object that has an identity and is alive, in a function that `mark_constant` was given.
+
+    2.10 gives such a function no modules, and 2.13 does. Without it, no delayed recipe could be compiled
+    before.
+    """
+    return ctypes.cast(known, ctypes.py_object).value
 
 
 # ---- Scaling -----------------------------------------------------------------------------------------------

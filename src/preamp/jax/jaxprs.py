@@ -254,6 +254,12 @@ def current_path() -> str:
     return _joined("", str(source_info_util.current_name_stack()))
 
 
+def is_transposed(equation: Equation) -> bool:
+    """Return whether an equation was made by a reverse-mode derivative, outside of programs that it holds."""
+    # With a scope inside, because JAX 0.6 writes down no transformations that have none.
+    return "transpose(" in str(equation.source_info.name_stack.extend("scope"))
+
+
 @cache
 def _joined(within: str, scopes: str) -> str:
     names = _TRANSFORMATIONS.sub("", scopes).split("/")

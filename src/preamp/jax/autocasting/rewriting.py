@@ -220,7 +220,7 @@ class Program:
         recipe, weights = self.settings.recipe, [value.weight for value in values]
         if recipe is None or equation.primitive.name != "dot_general":
             return None
-        if "transpose(" in str(equation.source_info.name_stack):
+        if jaxprs.is_transposed(equation):
             raise UsageError(
                 f"{jaxprs.source_line(equation)} is differentiated inside of a region with a recipe, which "
                 "does not know there which product is a gradient's. Write jax.grad(autocast(loss_fn, "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from preamp.arrays.torch_compat import mark_constant
+from preamp.arrays.torch_compat import mark_constant, object_of
 from preamp.errors import UsageError
 from preamp.recipes.arithmetic import first_state
 from preamp.recipes.values import KNOWN
@@ -29,9 +29,16 @@ def scales_of(module: nn.Module, call: int) -> Scales:
 
 
 @mark_constant  # a compiled function changes what was there before, and makes nothing that stays
-def make(module: nn.Module, call: int, recipe: str, device: str) -> None:
-    """Make the scales of a call of a module, if there are none; the recipe is given by its key."""
-    known: Scales = vars(module).setdefault(
+def make(module: int, call: int, recipe: str, device: str) -> None:
+    """Make the scales of a call of a module, if there are none.
+
+    Args:
+        module: its identity.
+        call: its number in the region.
+        recipe: its key.
+        device: where the scales are.
+    """
+    known: Scales = vars(object_of(module)).setdefault(
         f"{NAME}{call}", [torch.tensor(first_state(quant)) for quant in KNOWN[recipe].quants]
     )
     known[:] = [each.to(device) for each in known]

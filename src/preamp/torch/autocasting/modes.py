@@ -132,7 +132,7 @@ class EditMode(TorchFunctionMode):
             return []
         call = self._calls.get(self.path, 0)
         self._calls[self.path] = call + 1
-        delayed.make(self.module, call, recipe.key, str(x.device))
+        delayed.make(id(self.module), call, recipe.key, str(x.device))
         return delayed.scales_of(self.module, call)
 
     def become(self, key: str) -> None:

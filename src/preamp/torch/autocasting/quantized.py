@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from preamp.arrays.torch_compat import is_in_backward
+from preamp.arrays.torch_compat import is_in_backward, mark_constant
 from preamp.recipes import Recipe
 from preamp.recipes.arithmetic import next_state, quantized
-from preamp.recipes.values import Product
+from preamp.recipes.values import KNOWN, Product
 from preamp.torch.autocasting.delayed import Scales
 from preamp.torch.quantizing import ARRAYS
 
@@ -58,7 +58,7 @@ def linear(
         calls = [call for watch in watching.values() if (call := watch(recipe))]
     with torch.no_grad():
         low = _operand(x, recipe, 0, scales, calls, keeps), _operand(w, recipe, 1, scales, calls, keeps)
-    product: Tensor = _Product.apply(x, w, *low, recipe, scales, calls)  # type: ignore[no-untyped-call]
+    product: Tensor = _Product.apply(x, w, *low, recipe.key, scales, calls)  # type: ignore[no-untyped-call]
     _note(calls, "fprop")
     result = product.reshape(shape)
     return result if bias is None else result + bias.to(high)
@@ -80,13 +80,21 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, low_x, low_w, ctx.recipe, ctx.scales, ctx.calls = inputs
-        once = ctx.recipe.once
+        x, w, low_x, low_w, ctx.key, ctx.scales, ctx.calls = inputs
+        once = _recipe_of(ctx.key).once
         ctx.save_for_backward(low_x if once.x else x, low_w if once.w else w)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        (x, w), recipe, dx, dw = ctx.saved_tensors, ctx.recipe, None, None
+        if not is_compiling():
+            return _Product._gradients(ctx, g)
+        # Before 2.13 compiled backward passes run in the region around the graph, which would cast operands.
+        with torch.autocast(g.device.type, enabled=False):
+            return _Product._gradients(ctx, g)
+
+    @staticmethod
+    def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (x, w), recipe, dx, dw = ctx.saved_tensors, _recipe_of(ctx.key), None, None
         scales, calls = ctx.scales, ctx.calls
         low_g = _operand(g, recipe, 2, scales, calls)
         if ctx.needs_input_grad[0]:
@@ -99,6 +107,11 @@ class _Product(torch.autograd.Function):
             dw = (transposed @ x).to(g.dtype)
             _note(calls, "wgrad")
         return dx, dw, None, None, None, None, None
+
+
+@mark_constant  # a function of autograd takes the key: 2.6 cannot trace a recipe as an argument
+def _recipe_of(key: str) -> Recipe:
+    return KNOWN[key]
 
 
 def _note(calls: list[Call], product: Product) -> None:
