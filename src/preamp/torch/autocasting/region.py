@@ -121,6 +121,9 @@ class autocast(TorchAutocast):  # PyTorch's name
     - `report=True` counts what is cast, and `report()` returns the counts;
     - `emulate=True` rehearses a GPU: the table is CUDA's, every result has the dtype that it has there, and
       products compute in float32 of operands in low precision, as tensor cores do;
+    - `recipe=`, such as `preamp.recipes.MXFP8`, rehearses FP8, MXFP8 or NVFP4: the three products of linear
+      layers have quantized operands, and everything else runs in the recipe's high precision. A recipe with
+      delayed scaling keeps its scales with the modules of `model=`;
     - an instance can be entered twice, also by a recursive function, and regions can be left in any order, as
       coroutines do; a decorated generator or coroutine is in the region only while it runs;
     - a weight that an optimizer updates inside the region is cast again, regions of different precision do
