@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,13 +95,8 @@ class Step:
         return nn.functional.cross_entropy(logits.flatten(0, -2), self.targets.flatten())
 
 
-def language(
-    seed: int, blocks: int = 2, norm: type[nn.Module] = nn.LayerNorm, *, returns_batch: bool = False
-) -> Any:
-    """Return a language model after 30 steps on a text in which each word follows from the one before.
-
-    With `returns_batch`, return what draws batches as well.
-    """
+def language(seed: int, blocks: int = 2, norm: type[nn.Module] = nn.LayerNorm) -> Step:
+    """Return a language model after 30 steps on a text in which each word follows from the one before."""
     torch.manual_seed(seed)
     model = Language(blocks, norm)
     follows = torch.randint(0, WORDS, (WORDS, 4))
@@ -114,8 +108,7 @@ def language(
         text = torch.stack(words, 1)
         return text[:, :-1], text[:, 1:]
 
-    step = _trained(Step(model, *batch()), batch)
-    return (step, batch) if returns_batch else step
+    return _trained(Step(model, *batch()), batch)
 
 
 def classifier(seed: int, depth: int = 3) -> Step:

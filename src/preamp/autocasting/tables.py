@@ -164,8 +164,20 @@ class Casting:
         return {edit.name: edit.rule for edit in self.edits if edit.of == "modules"}
 
     def without_recipes(self) -> Casting:
-        """Return the table without the rules of modules that are recipes."""
-        return Casting.of([edit for edit in self.edits if edit.rule not in KNOWN], self.optional)
+        """Return the table without the rules of modules that only a region with a recipe may have."""
+        return Casting.of([edit for edit in self.edits if not _needs_recipe(edit)], self.optional)
+
+    def check_recipe(self) -> None:
+        """Check that no rule needs a recipe, for a region without one.
+
+        Raises:
+            CastingError: if one does.
+        """
+        for edit in filter(_needs_recipe, self.edits):
+            raise CastingError(
+                f"{edit.name!r} has the rule {_shown(edit.rule)}, and the region has no recipe. Write "
+                "autocast(..., recipe=recipes.MXFP8)."
+            )
 
     def scope(self, path: str) -> Scope | None:
         """Return what holds inside a module, given its path; None if no pattern matches.
@@ -311,6 +323,10 @@ class Casting:
     def _own_edits(self) -> tuple[Edit, ...]:
         """Return the edits that were added to the table of this module that this one began with."""
         return self.edits[len(_BASES[self._base]) :]
+
+
+def _needs_recipe(edit: Edit) -> bool:
+    return edit.rule == "high" or edit.rule in KNOWN
 
 
 def _shown(rule: str) -> str:

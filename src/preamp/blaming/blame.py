@@ -19,7 +19,7 @@ ProductOf = Product | Literal[""]
 
 ALLOWED: Mapping[Part, float] = {"product": 5.0, "sensitive": 2.0, "other": 3.0}
 """The effect that is expected of an operator, in unit roundoffs of the step's low precision."""
-ALLOWED_QUANTIZED = 2.5
+ALLOWED_QUANTIZED = 3.0
 """The same of a product by a recipe, in unit roundoffs of its coarsest format."""
 ALLOWED_LOCAL = 0.5
 """The own error of such a product, from which on an effect of half a unit roundoff is enough."""
@@ -212,7 +212,7 @@ class Blame:
             empty if loss and gradients are finite.
         recipe: the name of the step's recipe; empty without.
         roundoff: the largest unit roundoff of the step's formats.
-        layers: the path of each layer that the recipe quantizes, and the shape of its weight: (out, in).
+        layers: with a recipe, the paths of linear layers and the shapes of their weights: (out, in).
     """
 
     rows: Sequence[BlameRow]

@@ -22,7 +22,6 @@ from preamp.recipes.exporting import export
 from preamp.recipes.values import KNOWN, PRODUCTS, Product, Recipe
 
 MOST = 20  # rehearsals
-PASSES = 3  # products of a layer in a step, each of the same FLOPs
 ENOUGH = 8.0  # unit roundoffs: the relative error of loss and gradients that is good enough
 ENOUGH_IN_RECIPES = 2.0  # the same, of the formats of a recipe's forward pass
 SMALL = 0.03  # of the target: rows with less are not worth a rule
@@ -103,12 +102,10 @@ class Tuning:
 
     @property
     def low_share(self) -> float:
-        """The share of the step's product FLOPs that run in low precision, or are quantized by the recipe."""
-        if not self.after.flops:
-            return 1.0
-        if self.recipe is None:
-            return self.after.low_flops / self.after.flops
-        return sum(row.flops for row in self.after.rows if row.is_quantized) / (PASSES * self.after.flops)
+        """The share of the product FLOPs in low precision; with a recipe, of those that it quantizes."""
+        if self.recipe is not None:
+            return _quantized_flops(self.after) / max(1, _quantized_flops(self.before))
+        return self.after.low_flops / self.after.flops if self.after.flops else 1.0
 
     def export(self, target: str) -> str:
         """Return the lines to write for the same recipe and the same exceptions elsewhere.
@@ -136,7 +133,7 @@ class Tuning:
 
     def lines(self) -> list[str]:
         """Return a line for each thing that is kept in float32, or high, with the reason."""
-        total = max(1, self.after.flops) * (PASSES if self.recipe else 1)
+        total = max(1, _quantized_flops(self.before) if self.recipe else self.after.flops)
         return [
             f"{each.how}: {each.name} ({each.flops / total:.1%} of the products): {each.reason}"
             for each in self.kept
@@ -144,7 +141,7 @@ class Tuning:
 
     def summary(self) -> str:
         """Return what was found, as sentences."""
-        dtype = self.before.precision
+        dtype, of = self.before.precision, " of linear layers" if self.recipe else ""
         if self.solved:
             rules = f"With {_count(len(self.kept), 'rule')}" if self.kept else "No rule is needed"
             verdict = (
@@ -161,7 +158,7 @@ class Tuning:
             if not worst.product:
                 verdict += " If the program itself casts there, change that line."
         share = (
-            f"{self.low_share:.1%} of the product FLOPs run in {dtype}."
+            f"{self.low_share:.1%} of the product FLOPs{of} run in {dtype}."
             if self.after.flops
             else ("The step has no products.")
         )
@@ -230,6 +227,11 @@ def tune(
         raise UsageError(
             f"{what} No table can help. Look for what is not finite: the data, a division by 0, a logarithm "
             "of 0."
+        )
+    if recipe is not None and not _quantized_flops(before):
+        raise UsageError(
+            "The recipe quantizes no layer of this step: it needs linear layers whose sizes, and number of "
+            f"rows, are multiples of {recipe.multiple}."
         )
     modules = list(dict.fromkeys(row.module for row in before.rows))
     rehearsals, kept, useless = 1, list[Kept](), set[Useless]()
@@ -361,7 +363,7 @@ def _cover(blame: Blame, target: float, options: Sequence[Option], useless: set[
         for at, (edits, covered) in enumerate(options):
             rows = [row for row in left if row in covered and (edits, _key(row)) not in useless]
             flops = _flops(covered)
-            total = max(1, blame.flops) * (PASSES if blame.recipe else 1)
+            total = max(1, _quantized_flops(blame) if blame.recipe else blame.flops)
             cost = PER_RULE + flops / total + PER_VALUE * _values(covered) / _values(blame.rows)
             worth = _worth(rows, found, error, change, target)
             ratios.append((worth / cost, -at, Kept(edits, tuple(rows), flops)))
@@ -429,6 +431,10 @@ def _around(path: str) -> Iterator[str]:
     while path and path != OUTSIDE:
         yield path
         path = path.rpartition(".")[0]
+
+
+def _quantized_flops(blame: Blame) -> int:
+    return sum(row.flops for row in blame.rows if row.is_quantized)
 
 
 def _high_in(recipe: Recipe) -> list[Product]:

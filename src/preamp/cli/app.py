@@ -629,7 +629,7 @@ def rehearse(
     target: str,
     /,
     *,
-    recipes: Annotated[tuple[str, ...], NO_DEFAULT] = ("all",),
+    recipes: Annotated[tuple[str, ...], Parameter(consume_multiple=True, show_default=False)] = ("all",),
     steps: Count = 200,
     seeds: Count = 3,
     casting_file: Annotated[Path | None, Parameter(name="--casting")] = None,

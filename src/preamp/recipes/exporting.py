@@ -165,7 +165,7 @@ def _refuse(system: System, plan: Plan) -> NoReturn:
 
 def _able(key: Key, fits: Callable[[System], bool] = lambda system: True) -> str:
     names = [repr(name) for name, system in TARGETS.items() if key in system.lines and fits(system)]
-    return f"Write target={' or '.join(names)}." if names else "No target can."
+    return f"Write target={' or '.join(names)}." if names else "No target can: keep whole layers high."
 
 
 def _key(recipe: Recipe) -> Key:

@@ -199,7 +199,14 @@ class Recipe:
         return ""
 
     def without(self, *products: Product) -> Recipe:
-        """Return the recipe in which more products stay high."""
+        """Return the recipe in which more products stay high.
+
+        Raises:
+            CastingError: for another name than "fprop", "dgrad" and "wgrad".
+        """
+        for each in products:
+            if each not in PRODUCTS:
+                raise CastingError(f"{each!r} is not a product. Write 'fprop', 'dgrad' or 'wgrad'.")
         return replace(self, **dict.fromkeys(products))  # type: ignore[arg-type]
 
     @property

@@ -127,6 +127,8 @@ def autocast(
     """
     _check_boolean("enabled", enabled)
     settings = region(dtype, casting, emulate, recipe)
+    if weights and recipe is None:
+        raise CastingError("weights= says what a recipe quantizes. Write recipe=preamp.recipes.MXFP8, too.")
     if recipe is not None and not weights:
         raise CastingError(
             "recipe= quantizes products with a weight. Write weights=(0,) if the first argument holds the "
@@ -240,6 +242,8 @@ def region(dtype: object, table: Casting | None, emulate: bool, recipe: Recipe |
     if not isinstance(table, Casting | None):
         raise CastingError(f"casting={table!r} is not a table. Write casting=casting.DEFAULT.lower('exp').")
     table = DEFAULT if table is None else table
+    if recipe is None and isinstance(table, Casting):
+        table.check_recipe()
     if recipe is not None and not isinstance(recipe, Recipe):
         raise CastingError(f"recipe={recipe!r} is not a recipe. Write recipe=preamp.recipes.MXFP8.")
     if recipe is not None and _low(dtype).name not in ("bfloat16", recipe.high):  # bfloat16 is the default
@@ -282,6 +286,11 @@ def are_weights_of(program: Pure, count: int, weights: Sequence[int]) -> list[bo
         weights: the places of those that hold weights.
     """
     first = len(program.args) - count
+    if missing := [place for place in weights if not 0 <= place < count]:
+        raise UsageError(
+            f"weights={tuple(weights)}, and the function was called with {count} positional arguments, so "
+            f"there is no argument {missing[0]}. Hand over the weights by position."
+        )
     flags: list[bool] = []
     for place, tree in enumerate(program.args):
         is_weight = place - first in weights

@@ -308,10 +308,10 @@ def _noted(rows: Iterable[CastRow]) -> Iterator[str]:
                 f"{row.operator} {row.place} overflowed {row.runs} in {row.overflows:,} of "
                 f"{row.calls:,} calls: its inputs were finite, its results were not."
             )
-        if row.rule == MISFIT:
+        if row.rule.startswith(MISFIT):
             yield (
-                f"{row.operator} {row.place} stays in {row.runs}: the sizes of its weight or its number of "
-                "rows are no multiples of what the recipe asks for, or it computes in float64."
+                f"{row.operator} {row.place} stays in {row.runs}: a size of its weight, or its number of "
+                f"rows, is {row.rule}, or it computes in float64."
             )
         if row.rule == "without kernel" and row.inputs != "float32":
             yield (

@@ -17,6 +17,7 @@ __all__ = ["load_recipe_state", "recipe_state"]
 # Of attributes of modules, with the number of the call in a region: neither parameters nor buffers, so that
 # `state_dict`, optimizers and DDP do not know of them.
 NAME = "_preamp_scales_"
+OPERANDS = 6  # of the three products of a layer
 
 Scales = list[Tensor]
 """What a call reads and writes: `first_state` and what follows for the operands of fprop, dgrad and wgrad."""
@@ -66,6 +67,13 @@ def load_recipe_state(model: nn.Module, state: Mapping[str, Mapping[str, Scales]
     for path in state:
         if path not in modules:
             raise UsageError(f"{path!r} names no module of this {type(model).__name__}.")
+        for name, scales in dict(state[path]).items():
+            if (
+                not name.startswith(NAME)
+                or len(scales) != OPERANDS
+                or any(each.dim() != 1 for each in scales)
+            ):
+                raise UsageError(f"{path!r}: {name!r} has not the scales that recipe_state returns.")
     for path, module in modules.items():
         for name in _kept(module):
             delattr(module, name)

@@ -47,8 +47,8 @@ INSTEAD = {"binary_cross_entropy": "binary_cross_entropy_with_logits on what the
 
 NONE = ""
 """The key of no edits."""
-MISFIT = "no multiple"
-"""The rule of a report for a layer whose sizes are not those that a recipe asks for."""
+MISFIT = "no multiple of"
+"""How the rule of a report begins for a layer whose sizes are not those that a recipe asks for."""
 
 
 class Counter(Protocol):
@@ -418,7 +418,9 @@ class CountingMode(EditMode):
             rule = action
         if is_on and action == "quantized":
             recipe = recipe_in(self.key)
-            rule = (recipe.name or "recipe") if fits(recipe, *args, **kwargs) else MISFIT
+            rule = (
+                (recipe.name or "recipe") if fits(recipe, *args, **kwargs) else f"{MISFIT} {recipe.multiple}"
+            )
         rehearsed = is_on and action in ("product", "recurrent", "quantized")
         for counter in reversed(self.counters):
             run = functools.partial(counter.count, name, rule, rehearsed, args, kwargs, run)
@@ -568,6 +570,8 @@ def key_inside(
     made = None if table is None else Casting.of(*table)
     rules.validate(made, dtype, emulate, edits.recipe if recipe else None)
     if made is not None:
+        if edits.recipe is None:
+            made.check_recipe()
         edits = edits._replace(table=made, optional=made.optional, scope=None, owner=owner)
     return key_of(edits)
 

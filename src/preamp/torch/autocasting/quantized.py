@@ -66,6 +66,8 @@ def linear(
 
 def fits(recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Return whether the sizes of a linear layer are those that a recipe asks for, and nothing is float64."""
+    if not x.numel() or not weight.numel():
+        return False
     sizes = *weight.shape, x.numel() // x.shape[-1]
     is_float64 = x.dtype is torch.float64 or weight.dtype is torch.float64
     return weight.dim() == 2 and not is_float64 and all(size % recipe.multiple == 0 for size in sizes)

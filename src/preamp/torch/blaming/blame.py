@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from preamp.arrays import torch_compat as compat
+from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.tables import Casting
 from preamp.blaming.blame import (
     FIRST_SCALES,
@@ -29,6 +30,7 @@ from preamp.blaming.blame import (
 from preamp.checks import positive, shown, whole
 from preamp.errors import CastingError, UsageError
 from preamp.recipes import Recipe
+from preamp.recipes.values import FORMATS
 from preamp.torch.autocasting import rules
 from preamp.torch.autocasting.delayed import load_recipe_state, recipe_state
 from preamp.torch.autocasting.modes import DTYPES
@@ -216,6 +218,13 @@ class BlamedStep:
             *([FIRST_SCALES] if self._is_first else []),
         ]
 
+    def _exported(self, layers: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """Return the layers that other libraries quantize, which are modules of the class `nn.Linear`."""
+        if self._model is None:
+            return {}
+        known = {path for path, module in self._model.named_modules() if isinstance(module, nn.Linear)}
+        return {path: shape for path, shape in layers.items() if path in known}
+
     def _notes_of(self, recorder: Recorder) -> list[str]:
         """Return sentences about what the run has shown."""
         weights = [weight for weight, _ in recorder.here.leaves]
@@ -230,7 +239,23 @@ class BlamedStep:
             *([REPAIRED] if recorder.repaired else []),
             *summed_low(recorder.uses, self.dtype, "the step"),
             *recorder.failures,
+            *self._notes_of_layers(recorder),
         ]
+
+    def _notes_of_layers(self, recorder: Recorder) -> Iterator[str]:
+        if self._runs is None:
+            return
+        if not any(tally.runs.split(", ")[0] in FORMATS for tally in recorder.tallies.values()):
+            yield (
+                "No layer is quantized: the recipe needs linear layers whose sizes, and number of rows, are "
+                f"multiples of {self._runs.multiple}."
+            )
+        others = recorder.layers.keys() - self._exported(recorder.layers).keys() - {OUTSIDE}
+        if self._model is not None and others:
+            yield (
+                "Quantized here, but not by libraries, because they convert only nn.Linear: "
+                f"{', '.join(sorted(others))}."
+            )
 
     def _run_with(
         self,
@@ -275,7 +300,7 @@ class BlamedStep:
             cause,
             self.recipe.name or "a recipe" if self.recipe and self._runs else "",
             max((roundoff_of(row, roundoff) for row in rows), default=roundoff),
-            recorder.layers,
+            self._exported(recorder.layers),
         )
 
     def _not_finite_in_float32(self, loss: float) -> tuple[str, Place | None]:

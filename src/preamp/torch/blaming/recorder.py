@@ -406,7 +406,7 @@ class Recorder(TorchFunctionMode):
         loss_scale: what gradients in low precision are multiplied by.
         tallies: the rows so far.
         failures: sentences about calls that could not be compared.
-        layers: the modules with products that a recipe quantizes, and the shapes of their weights.
+        layers: the modules that call a linear layer in a step with a recipe, and the shapes of their weights.
         flops: the floating-point operations of all products in the forward pass.
         low_flops: those in low precision.
         gate: what gradients do where the program stops them.
@@ -654,8 +654,8 @@ class Recorder(TorchFunctionMode):
         if (low or search) and not self._in_float32:
             call = Call(self, func, leaves, spec, inputs, written, low)
             call.recipe = modes.recipe_for(self.device_type, func, tensors)
-            if call.recipe is not None:
-                self.layers[self._modules.current] = (tensors[1].shape[0], tensors[1].shape[1])
+            if self._recipe is not None and calls.operator_of(func) == "linear":
+                self.layers[self._modules.current] = (tensors[1].shape[0], tensors[1].shape[-1])
         otherwise = results
         if search and call:
             call.unrepaired, call.zeros = search.of(tensors)
