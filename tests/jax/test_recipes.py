@@ -202,3 +202,18 @@ def test_a_region_around_a_gradient_is_refused() -> None:
     gradient = jax.grad(lambda w, x: jnp.tanh(x @ w).sum())
     with pytest.raises(UsageError, match=r"jax.grad\(autocast"):
         autocast(gradient, **REGION)(normal(128, 128), normal(128, 128))
+
+
+def test_weights_that_are_no_arguments_are_refused() -> None:
+    def loss(w: Array, x: Array) -> Array:
+        return jnp.sum(x @ w)
+
+    w = normal(32, 32)
+    with pytest.raises(UsageError, match="no argument 5"):
+        autocast(loss, recipe=recipes.MXFP8, weights=(5,))(w, w)
+    with pytest.raises(UsageError, match="no argument 0"):
+        autocast(loss, recipe=recipes.MXFP8, weights=(0,))(w=w, x=w)
+    with pytest.raises(CastingError, match=r"Write recipe=preamp\.recipes\.MXFP8, too"):
+        autocast(loss, weights=(0,))
+    with pytest.raises(CastingError, match="the region has no recipe"):
+        autocast(loss, casting=casting.DEFAULT.module("0", "high"))(w, w)

@@ -321,3 +321,22 @@ def test_states_of_other_models_are_refused() -> None:
     trained(model, 1)
     with pytest.raises(UsageError, match="'0' names no module of this Linear"):
         load_recipe_state(nn.Linear(2, 2), recipe_state(model))
+
+
+@pytest.mark.parametrize("rule", ["high", recipes.NVFP4])
+def test_rules_that_need_a_recipe_are_refused_without_one(rule: Any) -> None:
+    table, model = casting.DEFAULT.module("0", rule), perceptron()
+    with (
+        pytest.raises(CastingError, match=r"'0' has the rule .* the region has no recipe"),
+        autocast("cpu", casting=table, model=model),
+    ):
+        pass
+    with autocast("cpu", recipe=recipes.MXFP8), autocast("cpu", casting=table, model=model):
+        model(torch.randn(32, 64))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_empty_batch_has_a_result(name: str) -> None:
+    model = perceptron()
+    with autocast("cpu", recipe=ALL[name], model=model):
+        assert model(torch.empty(0, 64)).shape == (0, 32)
