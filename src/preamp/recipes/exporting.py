@@ -17,8 +17,6 @@ from preamp.recipes import values
 from preamp.recipes.arithmetic import SIGNS
 from preamp.recipes.values import CONSTANTS, PRODUCTS, Operands, Recipe
 
-__all__ = ["TARGETS", "export"]
-
 Key: TypeAlias = tuple[Operands, Operands, Operands]
 """The three products. Recipes with the same ones are written alike."""
 

@@ -26,8 +26,6 @@ from preamp.jax.trees import RecipeScales
 from preamp.recipes import Quant, Recipe
 from preamp.recipes.arithmetic import first_state, next_state, quantized
 
-__all__ = ["recipe_state"]
-
 SCALE, CALLS = 0, 1  # of an operand's state; the second counts the calls that JAX has added up
 EXAMPLE = "scales = recipe_state(region, params, batch)"
 _DIFFERENTIATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

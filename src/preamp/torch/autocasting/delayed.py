@@ -12,8 +12,6 @@ from preamp.errors import UsageError
 from preamp.recipes.arithmetic import first_state
 from preamp.recipes.values import KNOWN
 
-__all__ = ["load_recipe_state", "recipe_state"]
-
 # Of attributes of modules, with the number of the call in a region: neither parameters nor buffers, so that
 # `state_dict`, optimizers and DDP do not know of them.
 NAME = "_preamp_scales_"

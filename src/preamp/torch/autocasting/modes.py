@@ -112,7 +112,7 @@ class EditMode(TorchFunctionMode):
         """Which call of which module is next."""
         return At(self.module, self.path, self._calls.get(self.path, 0))
 
-    def enter(self, key: str, module: nn.Module, path: str) -> None:
+    def enter(self, key: str, module: nn.Module | None, path: str) -> None:
         """Replace the edits that hold by those inside of a module."""
         self.outside = (*self.outside, (self.key, self.module, self.path))
         self.module, self.path = module, path

@@ -120,7 +120,9 @@ def followed_in_graph(
 def _enter(device_type: str, owner: str, known: int, path: str, module: nn.Module, args: object) -> None:
     mode = modes.current(device_type)
     if mode is not None and id(module) == known:
-        mode.enter(key_in_module(mode.key, owner, path), module, path)
+        # The compiler must not meet a module in the mode, so it is there only if it keeps scales.
+        kept = None if mode.module is None else module
+        mode.enter(key_in_module(mode.key, owner, path), kept, path)
 
 
 @untraced

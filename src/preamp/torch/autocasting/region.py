@@ -419,7 +419,8 @@ class EditedRegion(autocast, UnmanagedAutocast):  # type: ignore[misc]  # which 
             self._modules = self._find()
         outer = modes.current(self.device)
         mode = self._mode(outer)
-        mode.module = self._model if self._model is not None or outer is None else outer.module
+        delayed = self._arguments[-1] is not None and self._arguments[-1].delayed
+        mode.module = self._model if delayed else outer.module if outer is not None else None
         super().__enter__()
         entry = _Edited(self, mode, outer)
         _local.thread.edited.append(entry)
@@ -549,7 +550,8 @@ def _in_graph(*arguments: Any) -> Iterator[None]:
         else:
             mode = modes.current(device)
             assert mode is not None
-            mode.module = model
+            if recipe is not None and recipe.delayed:
+                mode.module = model
             with modules.followed_in_graph(model, device, key, owner, recipe is not None and recipe.delayed):
                 yield
 
