@@ -544,4 +544,4 @@ def test_sizes_that_the_target_refuses_are_refused_or_named(target: str) -> None
         with pytest.raises(UsageError, match=f"'{odd}'"):
             export(target, recipe, layers, {})
     else:
-        assert f"no multiples of 32: {odd} (144, 128)" in export(target, recipe, layers, {})
+        assert f"not multiples of 32: {odd} (144, 128)" in export(target, recipe, layers, {})

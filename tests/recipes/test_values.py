@@ -123,7 +123,7 @@ def test_a_name_that_no_recipe_has_is_refused(name: str) -> None:
         ({"fprop": Quant()}, r"fprop=Quant.*Write fprop=\(Quant\(\), Quant\(\)\)"),
         ({"wgrad": (Quant(), None)}, "or wgrad=None to keep it high"),
         ({"high": "float32"}, "high='float32' is not a dtype of recipes. Write high='bfloat16'"),
-        ({"multiple": 0}, "multiple=0 is no whole number above 0. Write multiple=16"),
+        ({"multiple": 0}, "multiple=0 is not a positive integer. Write multiple=16"),
     ],
 )
 def test_what_is_no_recipe_is_refused(settings: dict[str, Any], said: str) -> None:

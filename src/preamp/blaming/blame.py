@@ -41,6 +41,10 @@ ONLY_PRODUCTS = (
     "attention logits; or the gradients nearly cancel, as they do at a minimum. If the model is trained, "
     "blame an earlier step, too."
 )
+NOT_QUANTIZED = (
+    "No layer is quantized: the recipe needs linear layers whose sizes, and number of rows, are multiples of "
+    "`recipe.multiple`."
+)
 UNEXPLAINED = 8.0  # unit roundoffs: a change of the loss that the rows do not predict
 ROUNDOFFS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 ROUNDOFFS |= {name: 2.0 ** -(form.mantissa + 1) for name, form in FORMATS.items()}
@@ -211,7 +215,6 @@ class Blame:
         not_finite: what is inf or NaN in float32 as well, and which operator makes it first, as a sentence;
             empty if loss and gradients are finite.
         recipe: the name of the step's recipe; empty without.
-        roundoff: the largest unit roundoff of the step's formats.
         layers: with a recipe, the paths of linear layers and the shapes of their weights: (out, in).
     """
 
@@ -226,8 +229,13 @@ class Blame:
     low_flops: int = 0
     not_finite: str = ""
     recipe: str = ""
-    roundoff: float = 2.0**-8
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def roundoff(self) -> float:
+        """The largest unit roundoff of the step's formats."""
+        high = ROUNDOFFS[self.dtype]
+        return max((roundoff_of(row, high) for row in self.rows), default=high)
 
     @property
     def precision(self) -> str:
@@ -260,6 +268,8 @@ class Blame:
             verdict = self.not_finite
         elif not math.isfinite(self.float32_loss):
             verdict = f"The loss is {self.float32_loss} in float32 as well, so precision is not the cause."
+        elif self.recipe and not any(row.is_quantized for row in self.rows):
+            verdict = NOT_QUANTIZED
         elif found:
             first = found[0]
             reason = f": {first.reason}" if first.reason else ""

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from preamp.autocasting.report import OUTSIDE
 from preamp.autocasting.tables import DEFAULT, Casting, Edit, is_inside
 from preamp.autocasting.text_tables import WIDTH
-from preamp.blaming.blame import ALLOWED_LOST, Blame, BlameRow, roundoff_in
+from preamp.blaming.blame import ALLOWED_LOST, NOT_QUANTIZED, Blame, BlameRow, roundoff_in
 from preamp.errors import UsageError
 from preamp.recipes.exporting import export
 from preamp.recipes.values import KNOWN, PRODUCTS, Product, Recipe
@@ -121,7 +121,7 @@ class Tuning:
         layers = {path: shape for path, shape in self.before.layers.items() if path not in ("", OUTSIDE)}
         if not layers:
             raise UsageError(
-                "No layer that the recipe quantizes is in a module, so there is no path to write."
+                "The recipe quantizes no layer that is a module, so there are no paths to export."
             )
         high = {path: frozenset(_high_at(self.casting, path)) for path in layers}
         return export(target, self.recipe, layers, {path: each for path, each in high.items() if each})
@@ -229,10 +229,7 @@ def tune(
             "of 0."
         )
     if recipe is not None and not _quantized_flops(before):
-        raise UsageError(
-            "The recipe quantizes no layer of this step: it needs linear layers whose sizes, and number of "
-            f"rows, are multiples of {recipe.multiple}."
-        )
+        raise UsageError(NOT_QUANTIZED)
     modules = list(dict.fromkeys(row.module for row in before.rows))
     rehearsals, kept, useless = 1, list[Kept](), set[Useless]()
     while rehearsals < most and _missed(current, target):
@@ -390,10 +387,7 @@ def _options(
     blame: Blame, target: float, is_operator: Callable[[str], bool], modules: Sequence[str]
 ) -> Iterator[Option]:
     """Yield what could be kept in float32, each with all rows of the step that it covers."""
-    small = SMALL * target
-    wanted = [
-        row for row in blame.rows if row in _broken(blame) or max(row.effect, abs(row.loss_effect)) > small
-    ]
+    wanted = _wanted(blame, target)
     for operator in dict.fromkeys(row.operator.removesuffix("_") for row in wanted):
         if is_operator(operator):
             edits = (Edit("operators", operator, "float32"),)
@@ -412,11 +406,15 @@ def _options(
             yield (edit, *others), _covered((edit, *others), inside)
 
 
+def _wanted(blame: Blame, target: float) -> list[BlameRow]:
+    """Return the rows that are worth a rule."""
+    broken, small = _broken(blame), SMALL * target
+    return [row for row in blame.rows if row in broken or max(row.effect, abs(row.loss_effect)) > small]
+
+
 def _options_in(recipe: Recipe, blame: Blame, target: float, whole_layers: bool) -> Iterator[Option]:
     """Yield what could be kept high in a recipe: single products, layers, and what layers are in."""
-    small = SMALL * target
-    wanted = [row for row in blame.rows if row.is_quantized]
-    wanted = [row for row in wanted if row in _broken(blame) or max(row.effect, abs(row.loss_effect)) > small]
+    wanted = [row for row in _wanted(blame, target) if row.is_quantized]
     for row in wanted if not whole_layers else ():
         if row.product and row.module not in ("", OUTSIDE):
             edits = (Edit("modules", row.module, recipe.without(row.product).key),)

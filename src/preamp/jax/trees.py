@@ -1,4 +1,4 @@
-"""Trees of parameters and gradients: which leaves are floating, and which cotangents are no derivatives."""
+"""Trees of parameters and gradients: which leaves are floating, and which are not gradients."""
 
 from __future__ import annotations
 

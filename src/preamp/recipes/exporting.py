@@ -92,7 +92,8 @@ def export(
     for path, products in high.items():
         if path not in layers or not products <= set(PRODUCTS):
             raise UsageError(
-                f"high[{path!r}]={set(products)!r}: that is no layer of layers=, or not of {PRODUCTS}."
+                f"high[{path!r}]={set(products)!r}: layers= has no such layer, or the products are not in "
+                f"{PRODUCTS}."
             )
     system, plan = TARGETS[target], _plan(recipe, layers, high)
     if not plan.groups:
@@ -104,7 +105,7 @@ def export(
         for path in paths:
             if any(size % line.multiple for size in layers[path]):
                 raise UsageError(
-                    f"{system.title} refuses {path!r} of sizes {layers[path]}, which are no multiples of "
+                    f"{system.title} refuses {path!r} of sizes {layers[path]}, which are not multiples of "
                     f"{line.multiple}. Rehearse with casting.DEFAULT.module({path!r}, 'high')."
                 )
     if recipe.high not in (system.high if "e2m1" not in repr(recipe) else ("bfloat16",)):
@@ -135,7 +136,7 @@ def _comments(plan: Plan, layers: Mapping[str, tuple[int, int]]) -> list[str]:
         found.append(f"# As in the rehearsal, high: {', '.join(plan.kept)}.")
     if plan.misfits:
         sizes = ", ".join(f"{path} {layers[path]}" for path in plan.misfits)
-        found.append(f"# High because their sizes are no multiples of {recipe.multiple}: {sizes}.")
+        found.append(f"# Kept high, because their sizes are not multiples of {recipe.multiple}: {sizes}.")
     if recipe.multiple > 1:
         found.append(f"# The number of tokens has to be a multiple of {recipe.multiple}, too.")
     return found

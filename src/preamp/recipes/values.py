@@ -172,7 +172,7 @@ class Recipe:
         if self.high not in ("bfloat16", "float16"):
             raise CastingError(f"high={self.high!r} is not a dtype of recipes. Write high='bfloat16'.")
         if type(self.multiple) is not int or self.multiple < 1:
-            raise CastingError(f"multiple={self.multiple!r} is no whole number above 0. Write multiple=16.")
+            raise CastingError(f"multiple={self.multiple!r} is not a positive integer. Write multiple=16.")
         # A field, as are the others below, because the compiler does not always trace a property.
         pairs = (self.fprop, self.dgrad, self.wgrad)
         object.__setattr__(self, "quants", tuple(each for pair in pairs for each in pair or (None, None)))

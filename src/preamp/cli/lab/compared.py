@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import preamp
@@ -32,6 +32,7 @@ from preamp.machine.measurements import first_line, timed
 from preamp.recipes.values import named
 
 SEED = 0
+LAST = 0.1  # the part of the losses that are averaged
 WORST = 3  # products that are named of each recipe
 FEWEST_TIMED = 3  # calls, the first of which compiles and allocates
 ABOUT = 1.1  # times as fast: less is about as fast
@@ -91,6 +92,13 @@ class PrecisionRun:
     def name(self) -> str:
         """The precision, and whether it is rehearsed."""
         return self.label or (f"{self.precision}, rehearsed" if self.emulate else self.precision)
+
+    @property
+    def last_losses(self) -> float:
+        """The mean of the last tenth of the losses; NaN if the run ended early."""
+        if self.refused or self.problem or not self.losses:
+            return math.nan
+        return fmean(self.losses[-max(1, round(LAST * len(self.losses))) :])
 
     @property
     def usual_seconds(self) -> float:

@@ -6,7 +6,6 @@ a search for the layers to keep high, at the weights that it arrived at.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
@@ -16,12 +15,11 @@ from preamp.cli.lab.compared import ITSELF, PrecisionRun, run_in_process
 from preamp.errors import CastingError, PreampError
 from preamp.recipes.values import CONSTANTS, named
 
-LAST = 0.1  # the part of the losses that are averaged
 HIGH = "bfloat16"
 
 
 def named_recipes(names: Sequence[str]) -> list[str]:
-    """Return the names of recipes as `preamp.recipes` has them; "all" is those that differ on paper.
+    """Return the names of recipes as `preamp.recipes` has them; "all" is all of them.
 
     Raises:
         PreampError: for a name that is unknown.
@@ -88,15 +86,11 @@ def _row(group: Sequence[PrecisionRun], runs: Sequence[PrecisionRun]) -> dict[st
     found = first.tuned
     return {
         "run": first.name,
-        "last losses": f"{fmean(map(last, group)):.6g}",
+        "last losses": f"{fmean(run.last_losses for run in group):.6g}",
         f"to {HIGH}": "-" if not first.recipe else _range([_distance(run, runs) for run in group]),
         "gradient error": f"{found['gradient_error']:.3f}" if found else "-",
-        "keep high": _count(len(found["kept"])) if found else "-",
+        "kept high": str(len(found["kept"])) if found else "-",
     }
-
-
-def _count(number: int) -> str:
-    return f"{number} module{'' if number == 1 else 's'}" if number else "nothing"
 
 
 def sentences(runs: Sequence[PrecisionRun]) -> Iterator[str]:
@@ -121,7 +115,7 @@ def results(runs: Sequence[PrecisionRun]) -> dict[str, Any]:
         group[0].name: {
             "losses": [run.losses for run in group],
             "problems": [run.refused or run.problem for run in group],
-            "last": [last(run) for run in group],
+            "last": [run.last_losses for run in group],
             f"to_{HIGH}": [_distance(run, runs) for run in group],
             "found": group[0].tuned,
         }
@@ -129,17 +123,10 @@ def results(runs: Sequence[PrecisionRun]) -> dict[str, Any]:
     }
 
 
-def last(run: PrecisionRun) -> float:
-    """Return the mean of the last tenth of the losses; NaN if the run ended early."""
-    if run.refused or run.problem or not run.losses:
-        return math.nan
-    return fmean(run.losses[-max(1, round(LAST * len(run.losses))) :])
-
-
 def _distance(run: PrecisionRun, runs: Sequence[PrecisionRun]) -> float:
     """Return how far the last losses are above those of bfloat16 with the same seed, relative to them."""
     other = next(each for each in runs if each.seed == run.seed and not each.recipe)
-    return (last(run) - last(other)) / max(abs(last(other)), 1e-30)
+    return (run.last_losses - other.last_losses) / max(abs(other.last_losses), 1e-30)
 
 
 def _range(values: Sequence[float]) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from preamp.autocasting.tables import Casting
@@ -15,8 +13,6 @@ from preamp.cli.lab.blamed import loss_and_arguments, read_recipe
 from preamp.cli.lab.compared import PrecisionRun, casts_of, run_in_process
 from preamp.cli.lab.inspected import casting_region, find_function, model_of, name_of
 from preamp.errors import MissingExtra, PreampError
-
-LAST = 0.1  # the part of the calls whose losses are averaged
 
 
 def tune_function(
@@ -134,7 +130,7 @@ def sentences(runs: Sequence[PrecisionRun]) -> list[str]:
 
 def table(runs: Sequence[PrecisionRun]) -> list[dict[str, str]]:
     """Return the mean of the last tenth of the losses of each run, and how far it is from float32's."""
-    means = [_last(run) for run in runs]
+    means = [run.last_losses for run in runs]
     return [
         {
             "run": run.name,
@@ -145,9 +141,3 @@ def table(runs: Sequence[PrecisionRun]) -> list[dict[str, str]]:
         }
         for run, mean in zip(runs, means, strict=True)
     ]
-
-
-def _last(run: PrecisionRun) -> float:
-    if run.problem or not run.losses:
-        return math.nan
-    return fmean(run.losses[-max(1, round(LAST * len(run.losses))) :])

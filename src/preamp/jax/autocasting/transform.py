@@ -289,7 +289,7 @@ def are_weights_of(program: Pure, count: int, weights: Sequence[int]) -> list[bo
     if missing := [place for place in weights if not 0 <= place < count]:
         raise UsageError(
             f"weights={tuple(weights)}, and the function was called with {count} positional arguments, so "
-            f"there is no argument {missing[0]}. Hand over the weights by position."
+            f"there is no argument {missing[0]}. Pass the weights as positional arguments."
         )
     flags: list[bool] = []
     for place, tree in enumerate(program.args):

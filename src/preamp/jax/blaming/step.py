@@ -22,7 +22,6 @@ from preamp.blaming.blame import (
     beside,
     ranked,
     roundoff_in,
-    roundoff_of,
     with_parameters,
 )
 from preamp.checks import positive, shown
@@ -192,7 +191,6 @@ def rehearsed(
         low_flops=low_flops(tape.calls),
         not_finite=not_finite,
         recipe=recipe.name or "a recipe" if recipe else "",
-        roundoff=max((roundoff_of(row, roundoff) for row in rows), default=roundoff),
         layers=layers_of(tape.calls),
     )
     return found, differences

@@ -47,7 +47,7 @@ INSTEAD = {"binary_cross_entropy": "binary_cross_entropy_with_logits on what the
 
 NONE = ""
 """The key of no edits."""
-MISFIT = "no multiple of"
+MISFIT = "not a multiple of"
 """How the rule of a report begins for a layer whose sizes are not those that a recipe asks for."""
 
 

@@ -24,13 +24,11 @@ from preamp.blaming.blame import (
     beside,
     ranked,
     roundoff_in,
-    roundoff_of,
     with_parameters,
 )
 from preamp.checks import positive, shown, whole
 from preamp.errors import CastingError, UsageError
 from preamp.recipes import Recipe
-from preamp.recipes.values import FORMATS
 from preamp.torch.autocasting import rules
 from preamp.torch.autocasting.delayed import load_recipe_state, recipe_state
 from preamp.torch.autocasting.modes import DTYPES
@@ -242,20 +240,13 @@ class BlamedStep:
             *self._notes_of_layers(recorder),
         ]
 
-    def _notes_of_layers(self, recorder: Recorder) -> Iterator[str]:
-        if self._runs is None:
-            return
-        if not any(tally.runs.split(", ")[0] in FORMATS for tally in recorder.tallies.values()):
-            yield (
-                "No layer is quantized: the recipe needs linear layers whose sizes, and number of rows, are "
-                f"multiples of {self._runs.multiple}."
-            )
+    def _notes_of_layers(self, recorder: Recorder) -> list[str]:
+        """Return a sentence about layers that no library would quantize."""
         others = recorder.layers.keys() - self._exported(recorder.layers).keys() - {OUTSIDE}
-        if self._model is not None and others:
-            yield (
-                "Quantized here, but not by libraries, because they convert only nn.Linear: "
-                f"{', '.join(sorted(others))}."
-            )
+        if self._runs is None or self._model is None or not others:
+            return []
+        names = ", ".join(sorted(others))
+        return [f"Quantized here, but not by libraries that convert only nn.Linear: {names}."]
 
     def _run_with(
         self,
@@ -299,7 +290,6 @@ class BlamedStep:
             recorder.low_flops,
             cause,
             self.recipe.name or "a recipe" if self.recipe and self._runs else "",
-            max((roundoff_of(row, roundoff) for row in rows), default=roundoff),
             self._exported(recorder.layers),
         )
 
